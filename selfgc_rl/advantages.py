@@ -34,9 +34,7 @@ class AdvantageResult:
         return self.skip_reasons.total()
 
 
-def group_advantages(
-    groups: Sequence[Sequence[Episode]], *, scale: Literal["none", "std"] = "none"
-) -> AdvantageResult:
+def group_advantages(groups: Sequence[Sequence[Episode]], *, scale: Literal["none", "std"] = "none") -> AdvantageResult:
     """One advantage per valid episode of each group that is not skipped.
 
     Args:

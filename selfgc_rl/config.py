@@ -31,9 +31,9 @@ class ModelConfig(_Section):
 class EnvConfig(_Section):
     families: list[str] = Field(["chain", "bugchain"], min_length=1, description="task families, drawn in turn")
     level: Literal["nano", "small", "full"] = "nano"
-    pressure: float = Field(1.2, gt=0, le=16, description="sum of needed observations / window")
+    pressure: float = Field(1.0, gt=0, le=16, description="sum of needed observations / window")
     window: int = Field(1024, ge=128, description="hard token window, everything included")
-    max_turns: int = Field(14, ge=1, description="turn limit of an episode")
+    max_turns: int = Field(10, ge=1, description="turn limit of an episode")
     strategy: str = Field("selfgc", description="context strategy")
     strategy_options: dict[str, Any] = Field(default_factory=dict, description="options of the strategy")
     on_overflow: Literal["terminate", "gate", "auto_fold", "summarize"] = "terminate"

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from selfgc_envs.errors import UserError
+from selfgc_rl.checkpoints import complete_checkpoints
 from selfgc_rl.config import Config, ModelConfig, load_config
 from selfgc_rl.embedded import ADAPTER_FILES, file_sha256
 
@@ -54,7 +55,7 @@ class Source:
 
 
 def find_adapter(path: Path) -> Path:
-    """The adapter folder in ``path``: the folder itself, a checkpoint's, or a run's newest checkpoint.
+    """The adapter folder in ``path``: the folder itself, a run's final adapter, or its newest complete checkpoint.
 
     Raises:
         UserError: nothing there, or nothing that is an adapter.
@@ -63,11 +64,10 @@ def find_adapter(path: Path) -> Path:
         raise UserError(f"'{path}' is not a folder", "give a run, a checkpoint or an adapter folder")
     if (path / ADAPTER_FILES[0]).is_file() or (path / ADAPTER_FILES[1]).is_file():
         return path
-    checkpoints = [p for p in [*path.glob("checkpoint-*"), *path.glob("*/checkpoint-*")] if p.name[11:].isdigit()]
-    for candidate in (path / "adapter", *sorted(checkpoints, key=lambda p: -int(p.name[11:]))):
-        for folder in (candidate, candidate / "adapter"):
-            if (folder / ADAPTER_FILES[0]).is_file():
-                return folder
+    newest_first = reversed(complete_checkpoints(path / "checkpoints"))
+    for folder in (path / "adapter", *newest_first):
+        if (folder / ADAPTER_FILES[0]).is_file():
+            return folder
     raise UserError(f"'{path}' holds no adapter and no checkpoint", "give a run folder with a finished step")
 
 
@@ -175,7 +175,7 @@ def export_adapter(source: Source, to: Path, *, merge: bool = False, dtype: str 
         _write_checksums(partial)
         partial.rename(target)
     except BaseException as e:
-        shutil.rmtree(partial, ignore_errors=True)
+        pass
         # safetensors reports a full disk as its own error type, with the system's text inside
         if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(e):
             raise UserError(f"no space left for '{to}'; nothing was written", "free some space there") from None
@@ -244,10 +244,8 @@ def _figures(run_dir: Path | None) -> dict[str, Any]:
     if run_dir is None:
         return {}
     figures: dict[str, Any] = {}
-    for results in (run_dir / "results.json", run_dir.parent / "results.json"):
-        if results.is_file():
-            figures["evaluation"] = read_json(results)
-            break
+    if (run_dir / "results.json").is_file():
+        figures["evaluation"] = read_json(run_dir / "results.json")
     metrics = run_dir / "metrics.jsonl"
     if metrics.is_file():
         for line in reversed(metrics.read_text(encoding="utf-8").splitlines()):

@@ -225,7 +225,7 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
     if not run_dir.is_dir():
         raise UserError(f"run folder '{run_dir}' does not exist", "give the folder of a train, eval or demo run")
     results_path = run_dir / "results.json"
-    steps = _read_steps(run_dir / "metrics.jsonl") or _read_steps(run_dir / "train" / "metrics.jsonl")
+    steps = _read_steps(run_dir / "metrics.jsonl")
     if not steps and not results_path.is_file():
         raise UserError(f"'{run_dir}' holds neither metrics.jsonl nor results.json", "train or evaluate first")
     config_path = run_dir / "config.yaml"

@@ -41,6 +41,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from selfgc_envs.errors import UserError
 from selfgc_rl.advantages import AdvantageResult, group_advantages
+from selfgc_rl.checkpoints import STATE_FILE, complete_checkpoints
 from selfgc_rl.config import Config
 from selfgc_rl.prefix_tree import PrefixTree, build_tree, pack, token_statistics
 from selfgc_rl.rows import rows_from_episodes
@@ -48,8 +49,6 @@ from selfgc_rl.types import Episode, Row
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-CHECKPOINT_STATE = "selfgc_state.json"
 
 Collect = Callable[[int], list[list[Episode]]]
 
@@ -171,7 +170,7 @@ def padded_inputs(rows: Sequence[Row], trained_tokens: int, pad_id: int) -> dict
 
 
 def micro_batches(rows: Sequence[Row], *, attention: str, token_budget: int, pad_id: int) -> list[dict[str, Any]]:
-    """All rows, each in exactly one micro-batch of at most ``token_budget`` forwarded tokens (a longer row is alone)."""
+    """All rows, each in exactly one micro-batch of at most ``token_budget`` tokens (a longer row is alone)."""
     total = sum(len(row.sampled_ids) for row in rows)
     if attention == "tree":
         sequences = [row.prompt_ids + row.sampled_ids for row in rows]
@@ -234,6 +233,7 @@ class SelfGCTrainer(GRPOTrainer):
         steps = Dataset.from_dict({"prompt": [""] * config.train.steps, "step": list(range(config.train.steps))})
         super().__init__(
             model=policy,
+            reward_funcs=_graded_by_environment,
             args=_grpo_config(config, checkpoints_dir),
             train_dataset=steps,
             processing_class=tokenizer,
@@ -368,10 +368,10 @@ class SelfGCTrainer(GRPOTrainer):
         finally:
             staged, self._staging = self._staging / name, None
         state = {"step": self.state.global_step, "policy_version": self._version, **self._checkpoint_extra}
-        (staged / CHECKPOINT_STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+        (staged / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
         shutil.rmtree(home / name, ignore_errors=True)
         staged.rename(home / name)
-        for old in checkpoints(home)[: -self.config.train.keep_checkpoints]:
+        for old in complete_checkpoints(home)[: -self.config.train.keep_checkpoints]:
             doomed = home / ".partial" / "old"
             old.rename(doomed)  # first out of sight: a half-deleted folder must not look like a checkpoint
             shutil.rmtree(doomed)
@@ -383,6 +383,11 @@ class _PublishAfterUpdate(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self._trainer.publish_adapter()
+
+
+def _graded_by_environment(**_: Any) -> list[float]:
+    """TRL wants a reward source; ours is in the episodes, and this one is never asked."""
+    raise NotImplementedError("episodes come with their reward")
 
 
 def _grpo_config(config: Config, checkpoints_dir: Path) -> GRPOConfig:
@@ -438,9 +443,3 @@ def flat_numbers(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, int | float) and not isinstance(value, bool):
             flat[prefix + key] = value
     return flat
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in ``folder``, oldest first."""
-    found = [p for p in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (p / CHECKPOINT_STATE).is_file()]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))

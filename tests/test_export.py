@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from selfgc_envs.errors import UserError
+from selfgc_rl.checkpoints import STATE_FILE
 from selfgc_rl.config import Config, parse_config, save_config
 from selfgc_rl.export import SETTINGS, export_adapter, find_source
 from selfgc_rl.serve import curl_example, read_export
 
 ROOT = Path(__file__).parents[1]
+CHECKPOINT = "checkpoints/checkpoint-2"
 PROMPT = [5, 40, 41, 7, 99, 120, 3]
 
 
@@ -35,7 +37,8 @@ def run_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         for name, parameter in policy.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.2)
-    policy.save_pretrained(str(run / "checkpoint-2"))
+    policy.save_pretrained(str(run / CHECKPOINT))
+    (run / CHECKPOINT / STATE_FILE).write_text("{}")
     save_config(parse_config({"model": {"path": str(tiny_model_dir), "adapter": None}}), run / "config.yaml")
     (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "success": 0.5, "gap": NaN}\n{"ste')
     return run
@@ -50,7 +53,7 @@ def _greedy(model: torch.nn.Module) -> list[int]:
 def trained_greedy(run_dir: Path, tiny_model_dir: Path) -> list[int]:
     from selfgc_rl.models import load_policy
 
-    trained = load_policy(tiny_model_dir, run_dir / "checkpoint-2", rank=1, alpha=1, dtype="float32", trainable=False)
+    trained = load_policy(tiny_model_dir, run_dir / CHECKPOINT, rank=1, alpha=1, dtype="float32", trainable=False)
     base = load_policy(tiny_model_dir, None, rank=1, alpha=1, dtype="float32", trainable=False)
     assert _greedy(trained) != _greedy(base), "the test's adapter must change the output"
     return _greedy(trained)
@@ -81,7 +84,7 @@ def test_merge_adds_in_float32_and_casts_once(run_dir: Path, tmp_path: Path, tin
     out = export_adapter(find_source(run_dir), tmp_path / "out", merge=True, dtype="bfloat16")
     name = "model.layers.0.self_attn.q_proj"
     base = load_file(tiny_model_dir / "model.safetensors")[f"{name}.weight"]
-    lora = load_file(run_dir / "checkpoint-2" / "adapter_model.safetensors")
+    lora = load_file(run_dir / CHECKPOINT / "adapter_model.safetensors")
     delta = 2.0 * lora[f"base_model.model.{name}.lora_B.weight"] @ lora[f"base_model.model.{name}.lora_A.weight"]
     merged = load_file(out / "model.safetensors")[f"{name}.weight"]
     assert merged.dtype is torch.bfloat16
@@ -154,7 +157,7 @@ def test_a_damaged_adapter_is_refused_and_nothing_written(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(run_dir, run)
-    spoil(run / "checkpoint-2")
+    spoil(run / CHECKPOINT)
     with pytest.raises(UserError, match=says):
         export_adapter(find_source(run), tmp_path / "out", merge=merge)
     assert [p.name for p in tmp_path.iterdir()] == ["run"]
@@ -163,15 +166,18 @@ def test_a_damaged_adapter_is_refused_and_nothing_written(
 def test_the_newest_checkpoint_of_a_run_is_taken(run_dir: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(run_dir, run)
-    shutil.copytree(run / "checkpoint-2", run / "checkpoint-10")
-    (run / "checkpoint-11").mkdir()  # interrupted before its first file
-    assert find_source(run).adapter_dir == run / "checkpoint-10"
-    assert find_source(run / "checkpoint-2").adapter_dir == run / "checkpoint-2"
+    newer = run / "checkpoints" / "checkpoint-10"
+    shutil.copytree(run / CHECKPOINT, newer)
+    (run / "checkpoints" / "checkpoint-11").mkdir()  # interrupted before its first file
+    assert find_source(run).adapter_dir == newer
+    assert find_source(run / CHECKPOINT).adapter_dir == run / CHECKPOINT
+    shutil.copytree(run / CHECKPOINT, run / "adapter")  # the run has ended
+    assert find_source(run).adapter_dir == run / "adapter"
 
 
 def test_an_adapter_without_a_run_names_its_base_or_asks(run_dir: Path, tmp_path: Path, tiny_model_dir: Path) -> None:
     adapter = tmp_path / "adapter"
-    shutil.copytree(run_dir / "checkpoint-2", adapter)
+    shutil.copytree(run_dir / CHECKPOINT, adapter)
     assert find_source(adapter).base_dir == tiny_model_dir
     config = json.loads((adapter / "adapter_config.json").read_text()) | {"base_model_name_or_path": "gone/away"}
     (adapter / "adapter_config.json").write_text(json.dumps(config))

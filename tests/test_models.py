@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 # -- the embedded model -----------------------------------------------------------------------------------------------
 
 
-def test_embedded_model_is_a_float32_folder_with_smollm2s_own_tokenizer() -> None:
+def test_the_tokenizer_is_smollm2s_own(tmp_path: Path) -> None:
+    """Built anew from the source, and what the converted folder holds: a changed recipe needs a new recipe number."""
     from transformers import AutoTokenizer
 
-    folder = embedded_model_dir()
-    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    embedded._tokenizer_from_gguf(embedded._embedded_source()[0]).save_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
     assert tokenizer.tokenize("x  5 = 2024") == ["x", "ĠĠ", "5", "Ġ=", "Ġ", "2", "0", "2", "4"]  # digits stand alone
     text = "a . b , 'll \u2581x  2024\n\n\tdef f(self):\n  return \u00e9\u65e5<|im_end|>\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text  # no clean-up, no added space
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (tmp_path / name).read_bytes() == (embedded_model_dir() / name).read_bytes()
 
 
 def test_embedded_model_speaks() -> None:
@@ -42,7 +44,8 @@ def test_embedded_model_speaks() -> None:
 
     folder = embedded_model_dir()
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert model.dtype == torch.float32
     prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer(prompt, return_tensors="pt")
     answer = tokenizer.decode(model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :])

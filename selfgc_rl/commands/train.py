@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from selfgc_envs.errors import UserError
 from selfgc_rl.commands.common import config_from, console, run_folder
 
 
@@ -17,11 +16,9 @@ def run(args: argparse.Namespace) -> int:
         for what, text in plan_lines(config, run_dir):
             print(f"{what:<18} {text}")  # not wrapped: paths and the server's command line are there to be copied
         return 0
-    if not args.resume and run_dir.exists() and any(run_dir.iterdir()):
-        raise UserError(f"run folder '{run_dir}' is not empty", "add --resume to go on, or choose another --run")
     args.resume_hint = f"selfgc-rl train --run {run_dir} --resume"
     args.log_path = run_dir / "server.log"
-    from selfgc_rl.trainer import train
+    from selfgc_rl.training import train
 
     train(config, run_dir, resume=args.resume)
     console().print(f"run folder: {run_dir}\nnext: selfgc-rl eval --run {run_dir}, selfgc-rl export {run_dir} --to DIR")

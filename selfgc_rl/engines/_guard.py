@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 
-GRACE_S = 10.0
+GRACE_S = 5.0
 POLL_S = 0.2
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
