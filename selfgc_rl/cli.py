@@ -178,6 +178,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(version(PROG))
         return 0
+    # Models are folders here: no library needs to ask a hub about them.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         code: int = importlib.import_module(f"selfgc_rl.commands.{args.module}").run(args)
         sys.stdout.flush()

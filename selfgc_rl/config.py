@@ -107,6 +107,9 @@ class SFTConfig(_Section):
     warmup_steps: int = Field(10, ge=0)
     styles: dict[str, float] = Field(default_factory=dict, description="garbage-collection style -> weight; {}: default mixture")
     checkpoint_every: int = Field(20, ge=1)
+    evaluate_every: int = Field(20, ge=1, description="steps between teacher-forced evaluations")
+    heldout_episodes: int = Field(8, ge=0, description="demonstrations with held-out seeds for that evaluation")
+    adapter_dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of the adapter as written at the end")
     seed: int = 0
 
 

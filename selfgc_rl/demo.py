@@ -8,6 +8,7 @@ prints its table. The run folder is an ordinary run folder: ``selfgc-rl eval``, 
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from selfgc_envs.errors import UserError
-from selfgc_rl.config import Config, parse_config
+from selfgc_rl.checkpoints import complete_checkpoints
+from selfgc_rl.config import Config, load_config
+from selfgc_rl.report import ACTIONS, read_steps
 
 # What differs from the defaults of selfgc_rl/config.py; configs/smollm2-cpu.yaml is the same, with comments.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -46,9 +49,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def demo_config() -> Config:
-    """The demo's settings as a config."""
-    return parse_config(SETTINGS, "demo settings")
+def demo_config(overrides: Sequence[str] = ()) -> Config:
+    """The demo's settings as a config. Raises :class:`UserError` for a wrong override."""
+    load_config(None, overrides)  # a wrong override is reported on its own
+    settings = [
+        f"{section}.{key}={json.dumps(value)}" for section, keys in SETTINGS.items() for key, value in keys.items()
+    ]
+    return load_config(None, [*settings, *overrides])
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,7 @@ class Stage:
 
 STAGES = (
     Stage("train", "train with GRPO from the shipped cold start", 18.0),
-    Stage("evaluate_base", "evaluate the base policy (the cold start) on held-out tasks", 4.5),
-    Stage("evaluate_trained", "evaluate the trained policy on the same tasks and seeds", 4.5),
+    Stage("evaluate", "evaluate base (the cold start) and trained policy on the same held-out tasks", 9.0),
     Stage("export", "export the trained adapter", 0.3),
     Stage("report", "results and report", 0.1),
 )
@@ -153,12 +159,128 @@ def run_demo(config: Config, run_dir: Path, *, say: Callable[[str], None]) -> di
     state = DemoState.open(run_dir, config)
     run_dir.mkdir(parents=True, exist_ok=True)
     state.save()
+    demo = _Demo(config, run_dir, state, say)
     for number, stage in enumerate(STAGES, 1):
         if stage.name in state.done:
             continue
-        again = " (going on)" if state.seconds.get(stage.name) else ""
-        say(f"[{number}/{len(STAGES)}] {stage.text}{again} · about {max(1, round(state.minutes_left()))} min left in all")
+        head = f"[{number}/{len(STAGES)}] {stage.text}"
+        again = " (going on)" if stage.name in state.seconds else ""
+        say(f"{head}{again} · about {max(1.0, state.minutes_left()):.0f} min left in all")
         with state.stage(stage.name):
-            _RUN[stage.name](config, run_dir, state)
+            getattr(demo, stage.name)()
         say(f"[{number}/{len(STAGES)}] done in {state.seconds[stage.name] / 60:.1f} min")
-    return read_results(run_dir)
+    results: dict[str, Any] = json.loads((run_dir / "results.json").read_text(encoding="utf-8"))
+    return results
+
+
+@dataclass
+class _Demo:
+    """The stages; each may be called again after an interruption."""
+
+    config: Config
+    run_dir: Path
+    state: DemoState
+    say: Callable[[str], None]
+
+    def train(self) -> None:
+        from selfgc_rl.training import train
+
+        later = sum(stage.minutes for stage in STAGES[1:])
+        with _step_lines(self.run_dir, self.config.train.steps, later, self.say):
+            train(self.config, self.run_dir, resume=True)
+
+    def evaluate(self) -> None:
+        from selfgc_rl.before_after import evaluate_before_after
+
+        evaluate_before_after(self.config, self.run_dir / "adapter", self.run_dir / "eval", say=self.say)
+
+    def export(self) -> None:
+        from selfgc_rl.export import export_adapter, find_source
+
+        if not (self.run_dir / "export").exists():  # an export that exists is complete
+            export_adapter(find_source(self.run_dir), self.run_dir / "export")
+
+    def report(self) -> None:
+        from selfgc_rl.report import write_report
+
+        evaluation = json.loads((self.run_dir / "eval" / "results.json").read_text(encoding="utf-8"))
+        results = assemble_results(evaluation, read_steps(self.run_dir / "metrics.jsonl"), self.state)
+        tmp = self.run_dir / ".results.json.tmp"
+        tmp.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        tmp.replace(self.run_dir / "results.json")
+        write_report(self.run_dir)
+
+
+def assemble_results(
+    evaluation: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], state: DemoState
+) -> dict[str, Any]:
+    """The demo's ``results.json``: the evaluation's, and what training and the clock recorded.
+
+    Args:
+        evaluation: as :func:`selfgc_rl.evaluate.compare` returns it.
+        steps: rows of ``metrics.jsonl``; lists in ``training`` have one entry per row.
+    """
+
+    def column(name: str) -> list[Any]:
+        return [row.get(name) for row in steps]
+
+    names = ("step", "success", "reward", "penalty", *ACTIONS, "logprob_gap_mean", "logprob_gap_max", "seconds")
+    names += ("rollout_tok_s", "train_tok_s", "trained_tokens", "sampled_tokens", "peak_rss_mb", "skipped_groups")
+    return {
+        **evaluation,
+        "minutes": round(state.minutes, 2),
+        "minutes_by_stage": {name: round(seconds / 60, 2) for name, seconds in state.seconds.items()},
+        "training": {name: column(name) for name in names},
+    }
+
+
+def step_line(row: Mapping[str, Any], steps: int, minutes_left: float) -> str:
+    """One training step in a line: what the policy did, exactness, where the time went, what is left."""
+
+    def number(name: str, form: str) -> str:
+        return "-" if row.get(name) is None else format(row[name], form)
+
+    seconds = row.get("seconds") or {}
+    split = ", ".join(f"{name} {value:.1f} s" for name, value in seconds.items())
+    return (
+        f"  step {row['step']}/{steps}: success {number('success', '.2f')}, penalty {number('penalty', '.3f')}, "
+        f"folds {number('folds', '.1f')}, drops {number('drops', '.1f')} · log-prob gap "
+        f"{number('logprob_gap_mean', '.1e')} (max {number('logprob_gap_max', '.1e')}) · {split} · "
+        f"about {max(1.0, minutes_left):.0f} min left in all"
+    )
+
+
+@contextmanager
+def _step_lines(run_dir: Path, steps: int, later_minutes: float, say: Callable[[str], None]) -> Iterator[None]:
+    """While training runs, print a line for each step that ``metrics.jsonl`` gains."""
+    path = run_dir / "metrics.jsonl"
+    over = threading.Event()
+    # A resumed run first rewrites the file without the steps it will do again: lines before that are old.
+    stale = path.stat().st_ino if path.is_file() else None
+    done = max((int(p.name.rpartition("-")[2]) for p in complete_checkpoints(run_dir / "checkpoints")), default=0)
+
+    def show(after: int) -> int:
+        if not path.is_file() or path.stat().st_ino == stale:
+            return after
+        rows = read_steps(path)
+        for row in rows:
+            if row["step"] > after:
+                spent = [sum(r["seconds"].values()) for r in rows if r["step"] > done and r.get("seconds")]
+                per_step = sum(spent) / max(1, len(spent))
+                say(step_line(row, steps, (steps - row["step"]) * per_step / 60 + later_minutes))
+                after = row["step"]
+        return after
+
+    def watch() -> None:
+        shown = done
+        while not over.wait(1.0):
+            shown = show(shown)
+        show(shown)
+
+    thread = threading.Thread(target=watch, name="step-lines", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

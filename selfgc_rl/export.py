@@ -32,6 +32,7 @@ from selfgc_envs.errors import UserError
 from selfgc_rl.checkpoints import complete_checkpoints
 from selfgc_rl.config import Config, ModelConfig, load_config
 from selfgc_rl.embedded import ADAPTER_FILES, file_sha256
+from selfgc_rl.report import results_path, table_rows
 
 SETTINGS = "selfgc.json"
 SERVED_NAME = "selfgc"
@@ -113,6 +114,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return tree
 
 
+def read_lora_rank(adapter_dir: Path) -> int:
+    """The rank an adapter's config states. Raises :class:`UserError` when it states none."""
+    rank = read_json(adapter_dir / ADAPTER_FILES[0]).get("r")
+    if not isinstance(rank, int) or rank < 1:
+        raise UserError(f"'{adapter_dir}' states no LoRA rank", "use another checkpoint")
+    return rank
+
+
 def check_adapter(adapter_dir: Path, base_dir: Path) -> int:
     """Check that an adapter is whole, finite and fits its base; returns its rank. No base weights are read.
 
@@ -175,7 +184,7 @@ def export_adapter(source: Source, to: Path, *, merge: bool = False, dtype: str 
         _write_checksums(partial)
         partial.rename(target)
     except BaseException as e:
-        pass
+        shutil.rmtree(partial, ignore_errors=True)
         # safetensors reports a full disk as its own error type, with the system's text inside
         if getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(e):
             raise UserError(f"no space left for '{to}'; nothing was written", "free some space there") from None
@@ -244,8 +253,8 @@ def _figures(run_dir: Path | None) -> dict[str, Any]:
     if run_dir is None:
         return {}
     figures: dict[str, Any] = {}
-    if (run_dir / "results.json").is_file():
-        figures["evaluation"] = read_json(run_dir / "results.json")
+    if evaluation := results_path(run_dir):
+        figures["evaluation"] = read_json(evaluation)
     metrics = run_dir / "metrics.jsonl"
     if metrics.is_file():
         for line in reversed(metrics.read_text(encoding="utf-8").splitlines()):
@@ -352,8 +361,6 @@ def _model_card(settings: Mapping[str, Any], name: str) -> str:
         "",
     ]
     if {"base", "trained", "ci95"} <= evaluation.keys():
-        from selfgc_rl.report import table_rows
-
         lines += ["| | base | trained |", "|---|---|---|"]
         lines += [f"| {what} | {base} | {trained} |" for what, base, trained in table_rows(evaluation)]
     else:

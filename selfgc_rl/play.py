@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -50,19 +50,21 @@ def ledger_table(rows: Any) -> Table:
     table = Table("id", "state", "tokens", "turn", "call", box=None, padding=(0, 2), header_style="bright_black")
     for row in rows:
         state = Text(str(row["state"]), _STATE_STYLE.get(str(row["state"]), ""))
-        table.add_row(str(row["id"]), state, str(row["tokens"]), str(row["turn"]), Text(str(row["call"])[:70]))
+        table.add_row(Text(str(row["id"])), state, str(row["tokens"]), str(row["turn"]), Text(str(row["call"])[:70]))
     return table
 
 
 def render_turn(turn: Turn, *, window: int, threshold: float) -> RenderableType:
-    """One turn: what the model saw (ledger, budget), then what it did."""
+    """One turn: what the model saw (ledger, budget), what it did, and what it was told about it."""
     parts: list[RenderableType] = [
         Text(f"turn {turn.index + 1}", "bold"),
         budget_bar(turn.budget_used, window, threshold),
     ]
     if turn.ledger:
         parts.append(ledger_table(turn.ledger))
-    return Group(*parts, *_calls(turn.sample.text), Text())
+    outcomes = [str(event["text"]) for event in turn.events if event.get("event") == "outcome"]
+    told = [Text(f"  ← {text[:200]}", "red" if text.startswith("error") else "bright_black") for text in outcomes]
+    return Group(*parts, *_calls(turn.sample.text), *told, Text())
 
 
 def render_end(episode: Episode, *, coefficient: float) -> RenderableType:
@@ -72,7 +74,3 @@ def render_end(episode: Episode, *, coefficient: float) -> RenderableType:
     head.append(f", reward {episode.reward:.3f} (penalty {episode.penalty:.3f} × {coefficient:g})", "default")
     counts = ", ".join(f"{name} {value:g}" for name, value in sorted(episode.metrics.items()) if value)
     return Group(head, Text(f"{len(episode.turns)} turns, {episode.seconds:.1f} s; {counts}", "bright_black"))
-
-
-def print_turn(out: Console, turn: Turn, *, window: int, threshold: float) -> None:
-    out.print(render_turn(turn, window=window, threshold=threshold))

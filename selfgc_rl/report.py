@@ -18,7 +18,7 @@ from typing import Any
 
 from selfgc_envs.errors import UserError
 
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#D55E00", "#009E73", "#666666"
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#666666"
 ACTIONS = ("folds", "drops", "expands")
 
 
@@ -55,6 +55,28 @@ class RunFigures:
     steps: Sequence[Mapping[str, float]] = ()
     base: PolicyFigures | None = None
     trained: PolicyFigures | None = None
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A policy and how it looks in every panel."""
+
+    policy: PolicyFigures
+    label: str
+    colour: str
+    line: str
+    marker: str
+    hatch: str
+    offset: float
+
+
+def _policies(figures: RunFigures) -> list[_Drawn]:
+    drawn = []
+    if figures.base:
+        drawn.append(_Drawn(figures.base, "before (base)", ORANGE, "--", "s", "//", -0.2))
+    if figures.trained:
+        drawn.append(_Drawn(figures.trained, "after (trained)", BLUE, "-", "o", "", 0.2))
+    return drawn
 
 
 def plot_run(figures: RunFigures, path: Path) -> Path:
@@ -109,19 +131,16 @@ def _plot_training(axes: Any, figures: RunFigures) -> None:
 
 def _plot_context(axes: Any, figures: RunFigures) -> None:
     axes.set_title("Held-out tasks: context size over turns", fontsize=10, loc="left")
-    pairs = [
-        (figures.base, "before (base)", ORANGE, "--", "s"),
-        (figures.trained, "after (trained)", BLUE, "-", "o"),
-    ]
-    drawn = [(policy, *style) for policy, *style in pairs if policy and policy.budget_by_turn]
+    drawn = [style for style in _policies(figures) if style.policy.budget_by_turn]
     if not drawn:
         return _nothing(axes, "no evaluation recorded")
     top = 110.0
-    for policy, label, colour, line, marker in drawn:
-        turns = range(1, len(policy.budget_by_turn) + 1)
-        low, mid, high = ([100 * row[q] for row in policy.budget_by_turn] for q in ("q25", "median", "q75"))
-        axes.plot(turns, mid, color=colour, ls=line, marker=marker, ms=4, label=label)
-        axes.fill_between(turns, low, high, color=colour, alpha=0.15, linewidth=0)
+    for style in drawn:
+        rows = style.policy.budget_by_turn
+        turns = range(1, len(rows) + 1)
+        low, mid, high = ([100 * row[q] for row in rows] for q in ("q25", "median", "q75"))
+        axes.plot(turns, mid, color=style.colour, ls=style.line, marker=style.marker, ms=4, label=style.label)
+        axes.fill_between(turns, low, high, color=style.colour, alpha=0.15, linewidth=0)
         top = max(top, *high)
     axes.axhline(100, color="black", linewidth=1.2)
     axes.axhline(100 * figures.threshold, color=GREY, linewidth=1.2, ls=":")
@@ -139,14 +158,15 @@ def _plot_context(axes: Any, figures: RunFigures) -> None:
 
 def _plot_actions(axes: Any, figures: RunFigures) -> None:
     axes.set_title("Held-out tasks: actions per episode", fontsize=10, loc="left")
-    pairs = [(figures.base, "before", ORANGE, "//", -0.2), (figures.trained, "after", BLUE, "", 0.2)]
-    drawn = [(policy, *style) for policy, *style in pairs if policy and policy.actions]
+    drawn = [style for style in _policies(figures) if style.policy.actions]
     if not drawn:
         return _nothing(axes, "no evaluation recorded")
-    for policy, label, colour, hatch, offset in drawn:
-        places = [i + offset for i in range(len(ACTIONS))]
-        bars = axes.bar(places, [policy.actions.get(a, 0.0) for a in ACTIONS], 0.38, color=colour, hatch=hatch,
-                        edgecolor="white", label=label)  # fmt: skip
+    for style in drawn:
+        places = [i + style.offset for i in range(len(ACTIONS))]
+        heights = [style.policy.actions.get(action, 0.0) for action in ACTIONS]
+        bars = axes.bar(
+            places, heights, 0.38, color=style.colour, hatch=style.hatch, edgecolor="white", label=style.label
+        )
         axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
     axes.margins(y=0.12)
     axes.set_xticks(range(len(ACTIONS)), ACTIONS)
@@ -196,7 +216,7 @@ def _html_table(results: Mapping[str, Any]) -> str:
     return f"<table><tr><th></th><th>base</th><th>trained</th></tr>\n{cells}</table>"
 
 
-def _read_steps(path: Path) -> list[dict[str, float]]:
+def read_steps(path: Path) -> list[dict[str, float]]:
     """Rows of ``metrics.jsonl`` that carry the plotted values; a half-written last line is left out."""
     if not path.is_file():
         return []
@@ -209,6 +229,11 @@ def _read_steps(path: Path) -> list[dict[str, float]]:
         if all(isinstance(row.get(key), (int, float)) for key in ("step", "success", "penalty")):
             rows[row["step"]] = row  # a resumed run may log a step again: the later one counts
     return [rows[step] for step in sorted(rows)]
+
+
+def results_path(run_dir: Path) -> Path | None:
+    """The evaluation a run folder holds: the demo's own, else that of ``selfgc-rl eval``."""
+    return next((p for p in (run_dir / "results.json", run_dir / "eval" / "results.json") if p.is_file()), None)
 
 
 def write_report(run_dir: Path) -> tuple[Path, Path]:
@@ -224,21 +249,21 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
 
     if not run_dir.is_dir():
         raise UserError(f"run folder '{run_dir}' does not exist", "give the folder of a train, eval or demo run")
-    results_path = run_dir / "results.json"
-    steps = _read_steps(run_dir / "metrics.jsonl")
-    if not steps and not results_path.is_file():
+    evaluation = results_path(run_dir)
+    steps = read_steps(run_dir / "metrics.jsonl")
+    if not steps and evaluation is None:
         raise UserError(f"'{run_dir}' holds neither metrics.jsonl nor results.json", "train or evaluate first")
     config_path = run_dir / "config.yaml"
     config = load_config(config_path) if config_path.is_file() else Config()
     base = trained = None
     table, subtitle = "", "Training only; 'selfgc-rl eval --run DIR' adds held-out figures."
-    if results_path.is_file():
+    if evaluation is not None:
         try:
-            results = json.loads(results_path.read_text(encoding="utf-8"))
+            results = json.loads(evaluation.read_text(encoding="utf-8"))
             base, trained = (PolicyFigures.from_json(results[name]) for name in ("base", "trained"))
             table = _html_table(results)
         except (ValueError, KeyError, TypeError) as e:
-            raise UserError(f"'{results_path}' is no evaluation's results ({e!r})", "evaluate again") from None
+            raise UserError(f"'{evaluation}' is no evaluation's results ({e!r})", "evaluate again") from None
         subtitle = f"{results.get('tasks', '?')} held-out tasks, same tasks and seeds for both policies."
     figures = RunFigures(
         title=f"selfgc-rl · {run_dir.name} · {', '.join(config.env.families)} at pressure {config.env.pressure:g}",

@@ -255,7 +255,7 @@ class SelfGCTrainer(GRPOTrainer):
 
     # -- from episodes to micro-batches -----------------------------------------------------------------------------
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> StepBatch:  # type: ignore[override]
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> StepBatch:
         step = self.state.global_step
         if inputs[0]["step"] != step:
             raise RuntimeError(f"the data loader is at step {inputs[0]['step']}, the trainer at step {step}")
@@ -299,7 +299,7 @@ class SelfGCTrainer(GRPOTrainer):
         self._micro = inputs
         return super()._compute_loss(model, inputs)
 
-    def _get_per_token_logps_and_entropies(  # type: ignore[override]
+    def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Log-probs and entropies [B, T] of the micro-batch, and beside them what the loss needs of its tokens."""

@@ -3,9 +3,9 @@
 The run folder: ``config.yaml`` (resolved), ``metrics.jsonl`` (one line per step), ``checkpoints/checkpoint-N``,
 ``adapters/vNNNN`` (the versions the server may still hold), ``server.log``, and at the end ``adapter``.
 
-Step N trains on the tasks that :func:`task_specs` names, a stateless function of the seed and N, with episode seeds
-that depend on nothing else either. A run that was killed at any moment and resumed from its last complete checkpoint
-therefore trains the tasks of an uninterrupted one, each once, and loses only the steps after that checkpoint.
+Step N trains on the tasks that :func:`selfgc_rl.rollout.draw_tasks` names, a stateless function of the seed and N, with
+episode seeds that depend on nothing else either. A run that was killed at any moment and resumed from its last complete
+checkpoint therefore trains the tasks of an uninterrupted one, each once, and loses only the steps that came after it.
 
 Everything the user can get wrong is checked before torch is imported and before a server starts.
 """
@@ -13,9 +13,7 @@ Everything the user can get wrong is checked before torch is imported and before
 from __future__ import annotations
 
 import asyncio
-import math
 import os
-import random
 import secrets
 import shutil
 import sys
@@ -24,10 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from selfgc_envs.errors import UserError
-from selfgc_envs.tasks import HELDOUT_SEED_BASE, Task, make_task
+from selfgc_envs.tasks import Task, make_task
 from selfgc_rl.checkpoints import complete_checkpoints, decisive_values, read_state, save_adapter
 from selfgc_rl.config import Config, save_config
+from selfgc_rl.episode import EnginePolicy
 from selfgc_rl.metrics import MetricsLog, episode_metrics, peak_rss_mb
+from selfgc_rl.rollout import draw_tasks, run_groups
 from selfgc_rl.types import Episode
 
 if TYPE_CHECKING:
@@ -36,21 +36,6 @@ if TYPE_CHECKING:
     from selfgc_rl.trainer import StepBatch
 
 _TRUNCATED_WARNING = 0.05  # share of replies cut by max_new_tokens from which the user is told
-
-
-def task_specs(config: Config, step: int) -> list[tuple[str, int]]:
-    """Family and seed of each task of a step (0-based): families in turn, no seed twice in a million tasks."""
-    rng = random.Random(f"tasks {config.train.seed}")
-    offset = rng.randrange(HELDOUT_SEED_BASE)
-    stride = next(
-        s for s in iter(lambda: rng.randrange(HELDOUT_SEED_BASE), None) if math.gcd(s, HELDOUT_SEED_BASE) == 1
-    )
-    first = step * config.rollout.groups_per_step
-    families = config.env.families
-    return [
-        (families[k % len(families)], (offset + k * stride) % HELDOUT_SEED_BASE)
-        for k in range(first, first + config.rollout.groups_per_step)
-    ]
 
 
 def tasks_of_step(config: Config, encoder: PromptEncoder, step: int) -> list[Task]:
@@ -65,7 +50,7 @@ def tasks_of_step(config: Config, encoder: PromptEncoder, step: int) -> list[Tas
             window=env.window,
             token_counter=encoder.count,
         )
-        for family, seed in task_specs(config, step)
+        for family, seed in draw_tasks(config, step)
     ]
 
 
@@ -91,7 +76,7 @@ def train(config: Config, run_dir: Path, *, resume: bool) -> Path:
     tasks_of_step(config, encoder, run.steps_done)  # a wrong family or level shows here, not after the server's start
     shutil.rmtree(final, ignore_errors=True)  # of a shorter run
     save_config(config, run_dir / "config.yaml")
-    _prepare_process(config, run_dir)
+    prepare_process(config, run_dir)
 
     from selfgc_rl.live_policy import LivePolicy
     from selfgc_rl.models import load_policy
@@ -184,9 +169,6 @@ class _Run:
         trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
 
     def _play(self, step: int, encoder: PromptEncoder, live: LivePolicy) -> list[list[Episode]]:
-        from selfgc_rl.episode import EnginePolicy
-        from selfgc_rl.rollout import run_groups
-
         tasks = tasks_of_step(self.config, encoder, step)
 
         async def play() -> list[list[Episode]]:
@@ -293,7 +275,7 @@ def _copy_adapter(checkpoint: Path, final: Path) -> None:
     temporary.rename(final)
 
 
-def _prepare_process(config: Config, run_dir: Path) -> None:
+def prepare_process(config: Config, run_dir: Path) -> None:
     """Environment of the libraries, allocator and threads: before torch does anything."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -323,4 +305,4 @@ def _prepare_process(config: Config, run_dir: Path) -> None:
     torch.manual_seed(config.train.seed)  # a fresh adapter is drawn from it
 
 
-__all__ = ["task_specs", "tasks_of_step", "train"]
+__all__ = ["prepare_process", "tasks_of_step", "train"]

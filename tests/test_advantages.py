@@ -7,11 +7,11 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_rows import make_episode
 
 from selfgc_envs.coding_env import StopReason
 from selfgc_rl.advantages import EQUAL_REWARDS, TOO_FEW_VALID, group_advantages
 from selfgc_rl.types import Episode
+from test_rows import make_episode
 
 
 def make_group(name: str, rewards: list[float], valid: list[bool] | None = None) -> list[Episode]:

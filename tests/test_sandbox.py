@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -94,9 +93,13 @@ def test_output_is_merged_in_order_with_the_exit_code(make: Make) -> None:
 @every_kind
 def test_directory_variables_and_functions_survive(make: Make) -> None:
     box = make()
-    box.run("cd src; export A='x  \"y\"\n$z'; plain=5; list=(1 '2 3'); greet() { echo \"hi $1\"; }; declare -A m=([k]=v)")
+    box.run(
+        "cd src; export A='x  \"y\"\n$z'; plain=5; list=(1 '2 3'); greet() { echo \"hi $1\"; }; declare -A m=([k]=v)"
+    )
     box.run("unset LANG; export PATH=$PATH:/extra")
-    result = box.run('basename "$PWD"; printenv A; echo $plain "${list[1]}" ${m[k]}; greet you; echo ${LANG-unset}; echo $PATH')
+    result = box.run(
+        'basename "$PWD"; printenv A; echo $plain "${list[1]}" ${m[k]}; greet you; echo ${LANG-unset}; echo $PATH'
+    )
     lines = result.output.splitlines()
     assert lines[:6] == ["src", 'x  "y"', "$z", "5 2 3 v", "hi you", "unset"]
     assert lines[6].endswith(":/extra")
@@ -131,7 +134,8 @@ def test_the_last_exit_code_is_there_for_the_next_command(make: Make) -> None:
 
 
 def test_tracing_shows_the_command_and_nothing_of_ours(make: Make) -> None:
-    assert make().run("set -x; : a").output.splitlines() == ["++ : a"]
+    (line,) = make().run("set -x; : a").output.splitlines()
+    assert line.lstrip("+") == " : a"
 
 
 @every_kind
@@ -191,7 +195,7 @@ def test_a_command_cannot_forge_the_end_of_a_command(make: Make) -> None:
         "while :; do sleep {n}; done",
         "setsid sleep {n}",
         "trap '' TERM INT HUP; sleep {n}",
-        "python3 -c 'import subprocess; subprocess.run([\"sleep\", \"{n}\"], start_new_session=True)'",
+        'python3 -c \'import subprocess; subprocess.run(["sleep", "{n}"], start_new_session=True)\'',
     ],
 )
 def test_a_timeout_kills_the_command_and_its_descendants(make: Make, command: str) -> None:
@@ -236,8 +240,8 @@ def test_a_background_flood_does_not_hold_a_command(make: Make) -> None:
     assert time.monotonic() - begun < 3
 
 
-@every_kind
-@pytest.mark.parametrize("command", ["kill -9 $$", "kill -9 $PPID $$", "kill -STOP $$", "kill -9 0 $$"])
+@protected  # (unprotected, "kill -9 -1" would be meant for us)
+@pytest.mark.parametrize("command", ["kill -9 $$", "kill -9 $PPID $$", "kill -STOP $$", "kill -9 -1"])
 def test_a_lost_shell_is_restarted_and_said(make: Make, command: str) -> None:
     if command == "kill -9 $PPID $$":
         command = "kill -9 $$ $(ps -o pid= --ppid $$)"
@@ -287,7 +291,7 @@ def test_head_tail_holds_what_it_says() -> None:
 
 @every_kind
 def test_memory_file_and_cpu_limits(make: Make) -> None:
-    box = make(Limits(memory_mb=256, file_mb=2, cpu_s=1, command_timeout_s=15))
+    box = make(Limits(memory_mb=256, file_mb=2, cpu_s=1, command_timeout_s=60))
     assert "MemoryError" in box.run("python3 -c 'x = bytearray(400 << 20)'").output
     box.run("head -c 10000000 /dev/zero >big")
     assert (box.workspace / "big").stat().st_size <= 2 << 20
@@ -295,7 +299,6 @@ def test_memory_file_and_cpu_limits(make: Make) -> None:
     assert not result.timed_out and result.exit_code in (137, 152)
 
 
-@protected
 def test_a_fork_bomb_is_contained(make: Make) -> None:
     box, other = make(Limits(processes=40)), make()
     other.run("true")
@@ -335,7 +338,9 @@ def test_the_environment_is_scrubbed(make: Make, monkeypatch: pytest.MonkeyPatch
 def test_parent_environment_is_not_in_proc(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = uuid.uuid4().hex
     monkeypatch.setenv("HF_TOKEN", secret)
-    result = make().run(f"cat /proc/*/environ /proc/*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -c {secret[:16]}''{secret[16:]}")
+    result = make().run(
+        f"cat /proc/*/environ /proc/*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -c {secret[:16]}''{secret[16:]}"
+    )
     assert result.output.strip() in ("0", "1")  # 1: the grep itself
     pids = make().run("ls -d /proc/[0-9]* | wc -l").output
     assert int(pids) < 12
@@ -379,7 +384,7 @@ def test_nothing_outside_can_be_read(make: Make, tmp_path: Path) -> None:
         "cat /etc/shadow /etc/passwd /etc/hostname",
     ]:
         output = box.run(command).output
-        assert "TOP-SECRET" not in output and "root:" not in output
+        assert "TOP-SECRET" not in output and "root:x:" not in output and "root:*" not in output
     listed = set(box.run(f"ls -A {home} 2>/dev/null").output.split())
     assert listed <= {".pyenv", ".local", "miniconda3", "miniforge3"}, listed
 
@@ -387,12 +392,31 @@ def test_nothing_outside_can_be_read(make: Make, tmp_path: Path) -> None:
 @protected
 def test_nothing_outside_can_be_written(make: Make) -> None:
     box = make()
-    for path in ("/x", "/usr/x", "/usr/bin/x", "/etc/x", "/dev/x", "/proc/x", "/root/x", "/home/x", f"{sys.base_prefix}/x"):
+    for path in (
+        "/x",
+        "/usr/x",
+        "/usr/bin/x",
+        "/etc/x",
+        "/dev/x",
+        "/proc/x",
+        "/root/x",
+        "/home/x",
+        f"{sys.base_prefix}/x",
+    ):
         assert box.run(f"mkdir -p $(dirname {path}); echo x >{path}").exit_code != 0, path
         assert not os.path.exists(path)
-    for command in ("mount -t tmpfs none /usr", "mount -o remount,rw /usr", "umount /usr", "chroot / true", "mknod /tmp/n b 254 0"):
+    for command in (
+        "mount -t tmpfs none /usr",
+        "mount -o remount,rw /usr",
+        "umount /usr",
+        "chroot / true",
+        "mknod /tmp/n b 254 0",
+    ):
         assert box.run(command).exit_code != 0, command
-    assert box.run("echo 1 >/proc/sys/kernel/panic").exit_code != 0
+    settings = (
+        "for f in $(find /proc/sys /proc/sysrq* -type f 2>/dev/null); do (: >>$f) 2>/dev/null && echo $f; done; true"
+    )
+    assert box.run(settings).output == ""  # opened, never written: on failure the settings would be the host's
     assert box.run("echo x >/tmp/ok && echo x >/dev/shm/ok && echo x >ok && cat /tmp/ok").output == "x\n"
     assert not os.path.exists("/tmp/ok")
 
@@ -436,7 +460,10 @@ def test_files_are_read_written_and_listed(make: Make) -> None:
     assert box.read_text("notes.txt") == box.read_text("/workspace/notes.txt") == box.read_text("./src/../notes.txt")
     box.write_text("deep/er/é.txt", "zwei\n")
     box.write_text("notes.txt", "new")
-    assert box.run("cat notes.txt deep/er/é.txt; echo more >>notes.txt; ls -l run.sh | cut -c 1-10").output == "newzwei\n-rwxr-xr-x\n"
+    assert (
+        box.run("cat notes.txt deep/er/é.txt; echo more >>notes.txt; ls -l run.sh | cut -c 1-10").output
+        == "newzwei\n-rwxr-xr-x\n"
+    )
     assert box.read_text("notes.txt") == "newmore\n"
     box.write_text("run.sh", "#!/bin/bash\necho changed\n")
     assert box.run("./run.sh; rm -r deep; touch .hidden; ln -s / out; mkdir empty").output == "changed\n"
@@ -449,8 +476,13 @@ def test_files_work_before_the_shell_starts(make: Make) -> None:
     assert box.workspace.is_dir()
 
 
-@pytest.mark.parametrize("path", ["", " ", "..", "../x", "/etc/passwd", "/workspace", "/workspace/../x", "a/../../x", "src", "src/", "/",
-                                  "/workspacex/y", "a\0b", "\ud800", "n" * 300, "d/" * 100 + "x", "notes.txt/x", "missing"])  # fmt: skip
+BAD_PATHS = [
+    *("", " ", "..", "../x", "a/../../x", "/", "/etc/passwd", "/workspace", "/workspace/../x", "/workspacex/y"),
+    *("src", "src/", "notes.txt/x", "missing", "a\0b", "\ud800", "n" * 300, "d/" * 100 + "x"),
+]
+
+
+@pytest.mark.parametrize("path", BAD_PATHS)
 def test_paths_that_cannot_be_used_are_explained(make: Make, path: str) -> None:
     box = make()
     with pytest.raises(PathError) as raised:
@@ -466,7 +498,9 @@ def test_paths_that_cannot_be_used_are_explained(make: Make, path: str) -> None:
 def test_links_never_lead_out(make: Make, tmp_path: Path) -> None:
     (tmp_path / "secret.txt").write_text("TOP-SECRET")
     box = make()
-    box.run(f"ln -s {tmp_path}/secret.txt file; ln -s {tmp_path} folder; ln -s folder twice; ln -s /proc/self/root magic")
+    box.run(
+        f"ln -s {tmp_path}/secret.txt file; ln -s {tmp_path} folder; ln -s folder twice; ln -s /proc/self/root magic"
+    )
     for path in ("file", "folder/secret.txt", "twice/secret.txt", f"magic{tmp_path}/secret.txt"):
         with pytest.raises(PathError, match="symbolic link"):
             box.read_text(path)
@@ -494,7 +528,7 @@ def test_links_swapped_in_during_reads_never_lead_out(make: Make, tmp_path: Path
 
 def test_files_that_are_not_text_are_explained(make: Make) -> None:
     box = make(Limits(file_mb=1))
-    box.run("printf '\\xff\\xfe' >binary; mkfifo pipe; truncate -s 1000000 ok; (ulimit -f unlimited; truncate -s 1G huge)")
+    box.run("printf '\\xff\\xfe' >binary; mkfifo pipe; truncate -s 1000000 ok")
     (box.workspace / "huge").touch()
     os.truncate(box.workspace / "huge", 1 << 30)
     for path, reason in [("binary", "UTF-8"), ("pipe", "not a regular file"), ("huge", "too large"), ("src", "folder")]:
@@ -510,7 +544,9 @@ def test_files_that_are_not_text_are_explained(make: Make) -> None:
             box.write_text(path, "x")
 
 
-def test_a_file_whose_path_leads_out_is_refused_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_task_file_that_leads_out_is_refused_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(PathError):
         create_sandbox("bwrap", {"../x": "y"})
@@ -535,7 +571,8 @@ def test_close_ends_everything_and_can_be_repeated(make: Make) -> None:
 
 def test_close_removes_what_is_hard_to_remove(make: Make) -> None:
     box = make()
-    box.run("for i in $(seq 1200); do mkdir d && cd d || break; done; cd /workspace; mkdir no; touch no/x; chmod 0 no", timeout_s=60)
+    deep = "import os\nfor _ in range(1200): os.mkdir('d'); os.chdir('d')"
+    assert box.run(f'python3 -c "{deep}"; mkdir no; touch no/x; chmod 0 no', timeout_s=60).exit_code == 0
     box.close()
     assert not box.workspace.parent.exists()
 
@@ -618,7 +655,7 @@ def test_descriptors_are_given_back(make: Make) -> None:
 def test_a_missing_bubblewrap_names_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(UserError, match=r"bubblewrap \(bwrap\) is not installed.*apt-get install bubblewrap.*--sandbox none"):
+    with pytest.raises(UserError, match=r"\(bwrap\) is not installed.*apt-get install bubblewrap.*--sandbox none"):
         create_sandbox("bwrap", {})
     assert os.listdir(tmp_path) == []
 
@@ -648,18 +685,17 @@ def test_both_kinds_keep_the_protocol(make: Make) -> None:
     assert takes(make()).is_dir()
 
 
-@pytest.mark.slow
 def test_a_command_costs_milliseconds(make: Make) -> None:
-    """Bounds are loose: this machine may be busy. On an idle one: about 2 ms a command, 15 ms a start."""
+    """The best of several, with room for a slow or busy machine; on an idle one 2 ms a command, 15 ms a start."""
     starts, commands = [], []
     for _ in range(5):
         begun = time.perf_counter()
         box = make()
         box.run("true")
         starts.append(time.perf_counter() - begun)
-    for _ in range(100):
+    for _ in range(50):
         begun = time.perf_counter()
         box.run("true")
         commands.append(time.perf_counter() - begun)
-    assert statistics.median(starts) < 0.15
-    assert statistics.median(commands) < 0.02
+    assert min(starts) < 0.1
+    assert min(commands) < 0.01

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_advantages import make_group
-from test_rows import make_episode
 
 from selfgc_envs.errors import UserError
 from selfgc_rl.checkpoints import complete_checkpoints, decisive_values, read_state
@@ -20,6 +18,8 @@ from selfgc_rl.models import load_policy
 from selfgc_rl.tokens import load_encoder
 from selfgc_rl.trainer import SelfGCTrainer, StepBatch, micro_batches, padded_inputs, tree_inputs
 from selfgc_rl.types import Episode, Row
+from test_advantages import make_group
+from test_rows import make_episode
 
 VOCABULARY = 300
 MakeTrainer = Callable[..., SelfGCTrainer]
@@ -98,7 +98,11 @@ def gradients(trainer: SelfGCTrainer, inputs: list[dict[str, Any]]) -> tuple[tor
     model = trainer.model
     model.zero_grad()
     loss = sum((super(SelfGCTrainer, trainer).training_step(model, micro, None) for micro in inputs), torch.zeros(()))
-    flat = [p.grad.flatten() if p.grad is not None else torch.zeros(p.numel()) for p in model.parameters() if p.requires_grad]
+    flat = [
+        p.grad.flatten() if p.grad is not None else torch.zeros(p.numel())
+        for p in model.parameters()
+        if p.requires_grad
+    ]
     return loss, torch.cat(flat)
 
 
@@ -183,7 +187,8 @@ def test_splitting_an_episode_into_more_rows_leaves_the_gradient_unchanged(
             split.append(Row(prompt, row.sampled_ids[one], row.logprobs[one], row.advantage, row.episode_id, "g", i))
     assert len(split) > 2 * len(whole)
     (loss, flat), (loss_split, flat_split) = (
-        gradients(trainer, micro_batches(rows, attention=attention, token_budget=1000, pad_id=0)) for rows in (whole, split)
+        gradients(trainer, micro_batches(rows, attention=attention, token_budget=1000, pad_id=0))
+        for rows in (whole, split)
     )
     assert float(loss) == pytest.approx(float(loss_split), rel=1e-5, abs=1e-6)
     assert relative_error(flat, flat_split) <= 1e-5
@@ -206,7 +211,9 @@ def test_long_rows_keep_their_weight(make_trainer: MakeTrainer) -> None:
     trainer = make_trainer()
     rng = random.Random(0)
     rows = [
-        Row((5, 6), tuple(rng.randrange(3, VOCABULARY) for _ in range(count)), (-5.0,) * count, 1.0, f"e{count}", "g", 0)
+        Row(
+            (5, 6), tuple(rng.randrange(3, VOCABULARY) for _ in range(count)), (-5.0,) * count, 1.0, f"e{count}", "g", 0
+        )
         for count in (3, 2000)
     ]
     micro = tree_inputs(rows, total_tokens(rows))

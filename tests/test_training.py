@@ -7,31 +7,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_advantages import make_group
 
 from selfgc_envs.errors import InfrastructureError, ServerError, UserError
 from selfgc_rl import live_policy
 from selfgc_rl.config import Config, parse_config
 from selfgc_rl.live_policy import MAX_RESTARTS, LivePolicy
 from selfgc_rl.metrics import MetricsLog, episode_metrics
-from selfgc_rl.training import task_specs, train
+from selfgc_rl.rollout import draw_tasks
+from selfgc_rl.training import train
+from test_advantages import make_group
 
 # -- tasks ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_tasks_of_a_step_are_a_function_of_seed_and_step() -> None:
     config = parse_config({"train": {"seed": 3}})
-    assert task_specs(config, 5) == task_specs(config, 5)
-    assert task_specs(config, 5) != task_specs(config, 6)
-    assert task_specs(config, 5) != task_specs(parse_config({"train": {"seed": 4}}), 5)
+    assert draw_tasks(config, 5) == draw_tasks(config, 5)
+    assert draw_tasks(config, 5) != draw_tasks(config, 6)
+    assert draw_tasks(config, 5) != draw_tasks(parse_config({"train": {"seed": 4}}), 5)
     # whatever else was asked before, and however many steps the run has
     longer = parse_config({"train": {"seed": 3, "steps": 500}})
-    assert task_specs(longer, 5) == task_specs(config, 5)
+    assert draw_tasks(longer, 5) == draw_tasks(config, 5)
 
 
 def test_no_task_comes_twice_and_none_is_held_out() -> None:
     config = parse_config({"env": {"families": ["a", "b", "c"]}, "rollout": {"groups_per_step": 4}})
-    specs = [spec for step in range(2000) for spec in task_specs(config, step)]
+    specs = [spec for step in range(2000) for spec in draw_tasks(config, step)]
     assert len({seed for _, seed in specs}) == len(specs)
     assert all(0 <= seed < 1_000_000 for _, seed in specs)
     assert [family for family, _ in specs[:5]] == ["a", "b", "c", "a", "b"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +43,15 @@ def waiting(out: Any, what: str) -> tuple[Any, Callable[[float], None]]:
     """A spinner with the seconds waited, and the callback that moves it on."""
     status = out.status(what)
     return status, lambda seconds: status.update(f"{what} ({seconds:.0f} s)")
+
+
+def results_table(results: Mapping[str, Any]) -> Any:
+    """The short table of an evaluation, for a rich console."""
+    from rich.table import Table
+
+    from selfgc_rl.report import table_rows
+
+    table = Table("", "base", "trained", title=f"{results['tasks']} held-out tasks", title_justify="left")
+    for row in table_rows(results):
+        table.add_row(*row)
+    return table

@@ -256,7 +256,7 @@ class VLLMServer:
                 f"{self.url}/v1/completions",
                 {
                     "model": self.base_model,
-                    "prompt": [0],
+                    "prompt": "one two three four",  # no single id: a padding id embeds to zero in many models
                     "max_tokens": 1,
                     "logprobs": 1,
                     "temperature": temperature,

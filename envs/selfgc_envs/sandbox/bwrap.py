@@ -5,7 +5,8 @@ Commands see a system that is read-only, a private /tmp, /dev/shm and /proc, no 
 
 Who the commands are: without privileges, ourselves in a fresh user namespace. As root (common in containers of CI
 and training machines) a user namespace would leave them root to the kernel, which exempts root from the limit on
-processes; so each sandbox is then given a user id of its own, without capabilities.
+processes; so each sandbox is then given a user id of its own, without capabilities. (Root that lacks the capability
+to do so, in a container that allows user namespaces, gets the user namespace and no limit on processes.)
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class BwrapSandbox(ShellSandbox):
         disk = str(self._limits.disk_mb << 20)
         argv = ["--die-with-parent", "--new-session", "--info-fd", str(info)]
         argv += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+        argv += ["--cap-drop", "ALL"]
         if self._uid is None:
             argv += ["--unshare-user", *_no_more_namespaces(self._bwrap)]
         else:
@@ -80,6 +82,7 @@ class BwrapSandbox(ShellSandbox):
         argv += _system_mounts()
         argv += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", disk, "--tmpfs", "/dev/shm"]
         argv += ["--perms", "1777", "--size", disk, "--tmpfs", "/tmp"]
+        argv += ["--ro-bind", "/proc/sys", "/proc/sys"]  # root in a user namespace may write the kernel's settings
         argv += ["--bind", str(self.workspace), MOUNT, "--remount-ro", "/dev", "--remount-ro", "/"]
         argv += ["--chdir", MOUNT, "--hostname", "sandbox", "--clearenv"]
         for name, value in {"PATH": _path(), "HOME": MOUNT, "LANG": "C.UTF-8", "TERM": "dumb"}.items():

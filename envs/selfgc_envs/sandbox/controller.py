@@ -61,18 +61,22 @@ unset __selfgc_program
 exec 2>/dev/null
 @limits@
 __selfgc_save='@save@'
-__selfgc_kill() {
+__selfgc_family() {
   local child children
   read -r -a children <"/proc/$1/task/$1/children"
-  for child in "${children[@]}"; do __selfgc_kill "$child"; done
-  kill -KILL -- "-$1" || kill -KILL -- "$1"
+  for child in "${children[@]}"; do family+=("$child"); __selfgc_family "$child"; done
 }
 (
   exec <&- >/dev/null @status@>&- @state@>&-
-  while read -r pid <&@reap@; do __selfgc_kill "$pid"; done
+  while read -r pid <&@reap@; do
+    family=()
+    __selfgc_family "$pid"
+    kill -KILL -- "-$pid"
+    kill -KILL "$pid" "${family[@]}"
+  done
   @on_close@
 ) &
-unset -f __selfgc_kill
+unset -f __selfgc_family
 exec @reap@<&-
 set -m
 echo ready >&@status@

@@ -24,4 +24,8 @@ os.register_at_fork(after_in_child=_renew)  # threads do not survive a fork
 
 def spawn(argv: list[str], **options: Any) -> subprocess.Popen[bytes]:
     """``subprocess.Popen(argv, **options)`` in the starter thread. Raises what Popen raises."""
-    return _starter.submit(subprocess.Popen, argv, **options).result()
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen(argv, **options)
+
+    return _starter.submit(start).result()

@@ -214,7 +214,7 @@ class Workspace:
 
 
 class _explained:  # noqa: N801 (reads as a statement)
-    """Turns an OSError inside the block into a PathError for the agent, or a SandboxError if the machine is at fault."""
+    """Turns an OSError of the block into a PathError for the agent, or a SandboxError if the machine is at fault."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -237,5 +237,5 @@ def remove_tree(root: Path) -> None:
     except FileNotFoundError:
         return
     except (OSError, RecursionError):
-        for command in (["chmod", "-R", "u+rwX", "--", root], ["rm", "-rf", "--", root]):
+        for command in (["chmod", "-R", "u+rwX", "--", str(root)], ["rm", "-rf", "--", str(root)]):
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
