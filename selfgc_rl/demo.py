@@ -27,19 +27,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "env": {
         "families": ["chain", "bugchain"],
         "level": "nano",
-        "pressure": 1.2,
+        "pressure": 1.0,
         "window": 1024,
-        "max_turns": 14,
+        "max_turns": 10,
         "strategy": "selfgc",
         "on_overflow": "terminate",
     },
     "reward": {"coefficient": 0.3, "threshold": 0.6},
-    "rollout": {"groups_per_step": 4, "group_size": 8, "concurrency": 32, "temperature": 1.0, "max_new_tokens": 160},
+    "rollout": {"groups_per_step": 2, "group_size": 8, "concurrency": 32, "temperature": 1.0, "max_new_tokens": 160},
     "train": {
-        "steps": 8,
+        "steps": 10,
         "learning_rate": 3e-4,
         "attention": "tree",
-        "token_budget": 8192,
+        "token_budget": 4096,
         "checkpoint_every": 1,
         "keep_checkpoints": 2,
         "seed": 0,
@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def demo_config(overrides: Sequence[str] = ()) -> Config:
+def demo_config(overrides: list[str] | tuple[str, ...] = ()) -> Config:
     """The demo's settings as a config. Raises :class:`UserError` for a wrong override."""
     load_config(None, overrides)  # a wrong override is reported on its own
     settings = [
@@ -211,6 +211,12 @@ class _Demo:
         write_report(self.run_dir)
 
 
+_TRAINING_COLUMNS = (
+    *("step", "success", "reward", "penalty", *ACTIONS, "logprob_gap_mean", "logprob_gap_max", "seconds"),
+    *("rollout_tok_s", "train_tok_s", "trained_tokens", "sampled_tokens", "peak_rss_mb", "skipped_groups"),
+)
+
+
 def assemble_results(
     evaluation: Mapping[str, Any], steps: Sequence[Mapping[str, Any]], state: DemoState
 ) -> dict[str, Any]:
@@ -224,13 +230,11 @@ def assemble_results(
     def column(name: str) -> list[Any]:
         return [row.get(name) for row in steps]
 
-    names = ("step", "success", "reward", "penalty", *ACTIONS, "logprob_gap_mean", "logprob_gap_max", "seconds")
-    names += ("rollout_tok_s", "train_tok_s", "trained_tokens", "sampled_tokens", "peak_rss_mb", "skipped_groups")
     return {
         **evaluation,
         "minutes": round(state.minutes, 2),
         "minutes_by_stage": {name: round(seconds / 60, 2) for name, seconds in state.seconds.items()},
-        "training": {name: column(name) for name in names},
+        "training": {name: column(name) for name in _TRAINING_COLUMNS},
     }
 
 

@@ -34,7 +34,7 @@ _PLAYERS = 4  # episodes played at once; most of their time is the sandbox's
 
 @dataclass(frozen=True)
 class Demonstration:
-    """One episode. Row ``i`` is ``(sequences[i], trained_from[i])``, as :func:`~selfgc_rl.prefix_tree.build_tree` takes it."""
+    """One episode. Turn ``i`` is the row ``sequences[i]``, trained from token ``trained_from[i]`` on."""
 
     family: str
     seed: int
@@ -92,15 +92,13 @@ def plan_demonstrations(config: Config) -> tuple[list[tuple[str, int, str]], lis
     if unknown := sorted(set(mixture) - set(STYLES)):
         raise UserError(f"sft.styles: unknown style '{unknown[0]}'", f"styles: {', '.join(STYLES)}")
     if min(mixture.values()) < 0 or sum(mixture.values()) <= 0:
-        raise UserError("sft.styles: weights must be at least 0, and one above 0", "e.g. sft.styles={never: 1, fold: 1}")
+        raise UserError("sft.styles: weights must be at least 0, and one above 0", "e.g. {never: 1, fold: 1}")
     rng = random.Random(f"demonstrations {sft.seed}")
     first = rng.randrange(HELDOUT_SEED_BASE - sft.episodes) if sft.episodes < HELDOUT_SEED_BASE else 0
     styles = rng.choices(list(mixture), list(mixture.values()), k=sft.episodes)
     families = sft.families
     training = [(families[i % len(families)], first + i, style) for i, style in enumerate(styles)]
-    heldout = [
-        (families[i % len(families)], HELDOUT_SEED_BASE + i, HELDOUT_STYLE) for i in range(sft.heldout_episodes)
-    ]
+    heldout = [(families[i % len(families)], HELDOUT_SEED_BASE + i, HELDOUT_STYLE) for i in range(sft.heldout_episodes)]
     return training, heldout
 
 

@@ -201,7 +201,9 @@ def build_tree(sequences: Sequence[Sequence[int]], trained_from: Sequence[int]) 
 
     nodes = _depth_first(root)
     index = {id(node): i for i, node in enumerate(nodes)}
-    segments, input_ids, position_ids = [], [], []
+    segments: list[Segment] = []
+    input_ids: list[int] = []
+    position_ids: list[int] = []
     for node in nodes:
         input_ids += node.path[node.top : node.bottom]
         position_ids += range(node.top, node.bottom)
@@ -226,14 +228,10 @@ def build_tree(sequences: Sequence[Sequence[int]], trained_from: Sequence[int]) 
     def long(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long)
 
-    return PrefixTree(
-        long(input_ids), long(position_ids), tuple(segments), long(predecessor), long(target), long(row)
-    )
+    return PrefixTree(long(input_ids), long(position_ids), tuple(segments), long(predecessor), long(target), long(row))
 
 
-def pack(
-    sequences: Sequence[Sequence[int]], trained_from: Sequence[int], token_budget: int
-) -> list[list[int]]:
+def pack(sequences: Sequence[Sequence[int]], trained_from: Sequence[int], token_budget: int) -> list[list[int]]:
     """Distribute rows over trees of at most ``token_budget`` distinct tokens.
 
     Rows are taken in lexicographic order, so rows that share a prefix land together. Only a row that is longer than

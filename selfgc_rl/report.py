@@ -216,11 +216,11 @@ def _html_table(results: Mapping[str, Any]) -> str:
     return f"<table><tr><th></th><th>base</th><th>trained</th></tr>\n{cells}</table>"
 
 
-def read_steps(path: Path) -> list[dict[str, float]]:
+def read_steps(path: Path) -> list[dict[str, Any]]:
     """Rows of ``metrics.jsonl`` that carry the plotted values; a half-written last line is left out."""
     if not path.is_file():
         return []
-    rows: dict[float, dict[str, float]] = {}
+    rows: dict[int, dict[str, Any]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
             row = json.loads(line)

@@ -138,7 +138,7 @@ def episode_order(episodes: int, epochs: float, per_batch: int, seed: int) -> li
 
 
 def write_adapter(policy: PeftModel, folder: Path, *, base_name: str, dtype: str) -> Path:
-    """Save the adapter for shipping: in ``dtype``, naming the base without a path, with ``SHA256SUMS``; all or nothing."""
+    """Save the adapter for shipping: in ``dtype``, base named without a path, with ``SHA256SUMS``; all or nothing."""
     import torch
     from safetensors.torch import load_file, save_file
 

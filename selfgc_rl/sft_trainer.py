@@ -45,7 +45,7 @@ def episode_trees(episodes: Sequence[Demonstration], token_budget: int) -> list[
 def teacher_forced_scores(
     policy: PeftModel, episodes: Sequence[Demonstration], token_budget: int
 ) -> dict[str, dict[str, float]]:
-    """Per family: ``exact_turns`` (share of turns whose tokens are all the policy's first choice), ``loss`` per token."""
+    """Per family: ``exact_turns`` (share of turns with only first choices of the policy), ``loss`` per token."""
     exact: dict[str, list[bool]] = {}
     nll: dict[str, list[float]] = {}
     training = policy.training
@@ -115,7 +115,7 @@ class PrefixTreeSFTTrainer(SFTTrainer):
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:  # type: ignore[override]
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         began = time.perf_counter()
         trees: list[PrefixTree] = inputs["trees"]
         trained = sum(len(tree.target) for tree in trees)
@@ -129,7 +129,7 @@ class PrefixTreeSFTTrainer(SFTTrainer):
         self._step |= {"seconds": seconds, "tok_s": forwarded / seconds}
         return total
 
-    def compute_loss(  # type: ignore[override]
+    def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """This tree's part of the step's mean negative log-likelihood per trained token."""

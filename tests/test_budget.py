@@ -36,7 +36,12 @@ def test_an_episode_without_turns_has_no_penalty():
         penalty([], RewardConfig())
 
 
-@given(st.lists(st.floats(0, 1), min_size=1), st.floats(0, 0.99), st.floats(0.1, 4), st.sampled_from(("mean", "max", "last")))
+@given(
+    st.lists(st.floats(0, 1), min_size=1),
+    st.floats(0, 0.99),
+    st.floats(0.1, 4),
+    st.sampled_from(("mean", "max", "last")),
+)
 def test_penalty_is_a_share_and_never_falls_when_more_is_used(budgets, threshold, power, aggregate):
     config = RewardConfig(threshold=threshold, power=power, aggregate=aggregate)
     more = [min(1.0, used + 0.1) for used in budgets]

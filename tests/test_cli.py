@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,15 +39,17 @@ def assert_one_line(err: str, *parts: str) -> None:
 
 
 def test_help_is_instant() -> None:
+    """Under half a second; measured in CPU seconds, which a busy machine does not stretch as it does the clock."""
     seconds = []
     for _ in range(5):
-        began = time.monotonic()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-m", "selfgc_rl.cli", "--help"], env=ENV, capture_output=True, text=True
         )
-        seconds.append(time.monotonic() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0 and "train" in done.stdout
-    assert statistics.median(seconds) < 1.5  # 0.06 s on an idle machine; the promise is 0.5 s
+    assert statistics.median(seconds) < 0.5  # 0.06 s when this was written
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -180,12 +182,13 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
 ) -> None:
     model = tiny_model_dir
     run_dir = tmp_path / "run"
-    words = [f"model.path={model}", "model.adapter=null", "env.window=512", "rollout.group_size=3", "server.port=8765"]
+    words = [f"model.path={model}", "model.adapter=null", "env.window=512", "rollout.group_size=3"]
+    words += ["server.port=8765", "env.pressure=1.5", "rollout.groups_per_step=4"]
     code, out, err = run_cli(capsys, "train", "--dry-run", "--run", str(run_dir), *words)
     assert code == 0, err
     assert not run_dir.exists()
     text = " ".join(out.split())
-    for part in ("chain, bugchain", "pressure 1.2", "window 512", "4 tasks × 3 episodes = 12 episodes", str(model)):
+    for part in ("chain, bugchain", "pressure 1.5", "window 512", "4 tasks × 3 episodes = 12 episodes", str(model)):
         assert part in text
     for part in ("fresh LoRA of rank 32", "--enable-lora", "--port 8765", "memory (estimate)", "GiB", "checkpoints"):
         assert part in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -16,9 +17,10 @@ import torch
 
 from selfgc_envs.errors import UserError
 from selfgc_rl.checkpoints import STATE_FILE
-from selfgc_rl.config import Config, parse_config, save_config
-from selfgc_rl.export import SETTINGS, export_adapter, find_source
-from selfgc_rl.serve import curl_example, read_export
+from selfgc_rl.config import Config, ServerConfig, parse_config, save_config
+from selfgc_rl.export import SERVED_NAME, SETTINGS, export_adapter, find_source
+from selfgc_rl.serve import curl_example, read_export, start
+from selfgc_rl.types import Episode
 
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = "checkpoints/checkpoint-2"
@@ -221,3 +223,44 @@ def test_curl_example_is_shell_safe_and_complete(run_dir: Path, tmp_path: Path) 
     words = shlex.split(curl_example("http://127.0.0.1:1", export))
     body = json.loads(words[words.index("-d") + 1])
     assert body["model"] == "selfgc" and body["messages"][0]["content"] == export.settings["system_prompt"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("merge", [False, True], ids=["adapter", "merged"])
+def test_a_served_export_is_the_trained_policy_and_completes_an_episode(
+    run_dir: Path, tmp_path: Path, trained_greedy: list[int], merge: bool
+) -> None:
+    from selfgc_rl.engines.rest import request_json
+    from selfgc_rl.engines.vllm import VLLMEngine
+    from selfgc_rl.episode import EnginePolicy, run_episode
+    from selfgc_rl.tokens import load_encoder
+
+    folder = export_adapter(find_source(run_dir), tmp_path / "out", merge=merge)
+    export = read_export(folder)
+    encoder = load_encoder(folder)
+    config = parse_config({"env": {"max_turns": 2}, "rollout": {"max_new_tokens": 24}})
+    server_config = ServerConfig(kv_cache_gib=0.25, max_num_seqs=8)
+    with start(export, server=server_config, log_path=tmp_path / "server.log") as server:
+        engine = VLLMEngine(server.url, SERVED_NAME, temperature=1.0, max_new_tokens=24)
+
+        async def play() -> tuple[list[int], Episode]:
+            async with engine:
+                greedy = await engine.sample(PROMPT, temperature=0.0)
+                episode = await run_episode(
+                    EnginePolicy(engine),
+                    "chain:nano:1",
+                    config=config,
+                    encoder=encoder,
+                    episode_id="e",
+                    group_id="g",
+                    seed=1,
+                )
+                return list(greedy.sampled_ids), episode
+
+        greedy, episode = asyncio.run(play())
+        assert greedy[:12] == trained_greedy
+        assert episode.valid and episode.error == "" and episode.stop_reason == "max_turns"
+        assert {turn.sample.policy_version for turn in episode.turns} == {SERVED_NAME}
+        chat = {"model": SERVED_NAME, "max_tokens": 8, "tools": export.settings["tools"], "tool_choice": "auto"}
+        chat["messages"] = [{"role": "user", "content": "List the files."}]
+        assert request_json(f"{server.url}/v1/chat/completions", chat, timeout_s=60)["model"] == SERVED_NAME

@@ -82,7 +82,9 @@ def test_mcnemar_is_the_two_sided_binomial_test(gained, lost):
     assert mcnemar_exact(gained, lost) == pytest.approx(min(1.0, 2 * tail))
 
 
-@pytest.mark.parametrize(("trials", "successes", "k"), [(5, 2, 1), (5, 2, 3), (6, 1, 4), (4, 0, 2), (4, 4, 1), (5, 3, 3)])
+@pytest.mark.parametrize(
+    ("trials", "successes", "k"), [(5, 2, 1), (5, 2, 3), (6, 1, 4), (4, 0, 2), (4, 4, 1), (5, 3, 3)]
+)
 def test_pass_at_k_is_the_share_of_draws_with_a_success(trials, successes, k):
     draws = list(itertools.combinations([True] * successes + [False] * (trials - successes), k))
     assert pass_at_k(trials, successes, k) == pytest.approx(sum(map(any, draws)) / len(draws))

@@ -1,7 +1,7 @@
 """The whole loop on real parts: vLLM, the sandbox, TRL; a tiny random policy at fp32 on both sides (R1, R4, S7-S9).
 
-A random policy solves nothing and costs the same at every turn, so its rewards would all be equal: these runs reward
-short replies instead.
+A random policy solves nothing and its replies change nothing that it sees, so its rewards would be equal: these runs
+reward token ids that are small instead.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-def brevity(play: Any) -> Any:
-    """Wraps a run's rollouts: the reward is the shortness of the episode's replies."""
+def small_ids(play: Any) -> Any:
+    """Wraps a run's rollouts: an episode is rewarded for small token ids."""
 
     def wrapped(*args: Any) -> Any:
         groups = play(*args)
         for group in groups:
             for episode in group:
-                episode.reward = -episode.sampled_tokens / 100
+                ids = [token for turn in episode.turns for token in turn.sample.sampled_ids]
+                episode.reward = -sum(ids) / max(1, len(ids)) / 100
         return groups
 
     return wrapped
@@ -89,7 +90,7 @@ def test_rollout_step_publish_rollout_is_token_exact(
 ) -> None:
     from selfgc_rl import training
 
-    monkeypatch.setattr(training._Run, "_play", brevity(training._Run._play))
+    monkeypatch.setattr(training._Run, "_play", small_ids(training._Run._play))
     config = loop_config(tiny_model_dir, vllm_server.url, keep_checkpoints=2)
     final = training.train(config, tmp_path / "run", resume=False)
 
@@ -115,11 +116,11 @@ def test_rollout_step_publish_rollout_is_token_exact(
 _DRIVER = """
 import sys
 from pathlib import Path
-from test_training_loop import brevity
+from test_training_loop import small_ids
 from selfgc_rl import training
 from selfgc_rl.config import load_config
 
-training._Run._play = brevity(training._Run._play)
+training._Run._play = small_ids(training._Run._play)
 training.train(load_config(sys.argv[1]), Path(sys.argv[2]), resume=sys.argv[3] == "resume")
 """
 
