@@ -22,7 +22,9 @@ class _Section(BaseModel):
 
 class ModelConfig(_Section):
     path: str = Field("embedded", description="'embedded' (SmolLM2-135M-Instruct) or a Hugging Face model folder")
-    adapter: str | None = Field("embedded", description="LoRA to start from: 'embedded' (cold start), a folder, or null")
+    adapter: str | None = Field(
+        "embedded", description="LoRA to start from: 'embedded' (cold start), a folder, or null"
+    )
     lora_rank: int = Field(32, ge=1, description="rank of a fresh adapter (when adapter is null)")
     lora_alpha: int = Field(64, ge=1, description="alpha of a fresh adapter")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the trainer's base weights")
@@ -66,7 +68,9 @@ class TrainConfig(_Section):
     epsilon_high: float = Field(0.28, gt=0, description="upper clip of the probability ratio (DAPO)")
     beta: float = Field(0.0, ge=0, description="weight of the KL to the base policy")
     importance_cap: float = Field(2.0, gt=0, description="per-token truncation of the importance ratio")
-    advantage_scale: Literal["none", "std"] = Field("none", description="'std' divides by the group's standard deviation")
+    advantage_scale: Literal["none", "std"] = Field(
+        "none", description="'std' divides by the group's standard deviation"
+    )
     gradient_checkpointing: bool = Field(False, description="recompute activations in backward: less memory, more time")
     max_grad_norm: float = Field(1.0, gt=0)
     token_budget: int = Field(8192, ge=256, description="distinct tokens of one packed micro-batch")
@@ -105,11 +109,15 @@ class SFTConfig(_Section):
     epochs: float = Field(1.0, gt=0)
     learning_rate: float = Field(1e-3, gt=0)
     warmup_steps: int = Field(10, ge=0)
-    styles: dict[str, float] = Field(default_factory=dict, description="garbage-collection style -> weight; {}: default mixture")
+    styles: dict[str, float] = Field(
+        default_factory=dict, description="garbage-collection style -> weight; {}: default mixture"
+    )
     checkpoint_every: int = Field(20, ge=1)
     evaluate_every: int = Field(20, ge=1, description="steps between teacher-forced evaluations")
     heldout_episodes: int = Field(8, ge=0, description="demonstrations with held-out seeds for that evaluation")
-    adapter_dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="dtype of the adapter as written at the end")
+    adapter_dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="dtype of the adapter as written at the end"
+    )
     seed: int = 0
 
 
@@ -137,7 +145,9 @@ def _set_dotted(tree: dict[str, Any], key: str, value: Any) -> None:
     for name in parents:
         child = node.setdefault(name, {})
         if not isinstance(child, dict):
-            raise UserError(f"override '{key}': '{name}' is a value, not a section", "selfgc-rl train --dry-run prints the keys")
+            raise UserError(
+                f"override '{key}': '{name}' is a value, not a section", "selfgc-rl train --dry-run prints the keys"
+            )
         node = child
     node[leaf] = value
 
@@ -153,9 +163,13 @@ def parse_config(tree: dict[str, Any], where: str = "config") -> Config:
             section: Any = Config
             for part in err["loc"][:-1]:
                 section = section.model_fields[str(part)].annotation
-            raise UserError(f"{where}: unknown key '{loc}'", f"known keys there: {', '.join(section.model_fields)}") from None
+            raise UserError(
+                f"{where}: unknown key '{loc}'", f"known keys there: {', '.join(section.model_fields)}"
+            ) from None
         more = f" (and {len(e.errors()) - 1} more)" if len(e.errors()) > 1 else ""
-        raise UserError(f"{where}: {loc or 'top level'}: {err['msg']}, got {err.get('input')!r}{more}", "correct the value") from None
+        raise UserError(
+            f"{where}: {loc or 'top level'}: {err['msg']}, got {err.get('input')!r}{more}", "correct the value"
+        ) from None
 
 
 def load_config(path: str | Path | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -171,13 +185,20 @@ def load_config(path: str | Path | None = None, overrides: list[str] | tuple[str
         try:
             loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise UserError(f"config file '{path}' does not exist", "ls configs/*.yaml lists the shipped ones") from None
+            raise UserError(
+                f"config file '{path}' does not exist", "ls configs/*.yaml lists the shipped ones"
+            ) from None
         except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError, PermissionError) as e:
-            raise UserError(f"config file '{path}' cannot be read: {str(e).splitlines()[0]}", "correct the file") from None
+            raise UserError(
+                f"config file '{path}' cannot be read: {str(e).splitlines()[0]}", "correct the file"
+            ) from None
         if loaded is None:
             loaded = {}
         if not isinstance(loaded, dict):
-            raise UserError(f"config file '{path}' must hold a mapping, found {type(loaded).__name__}", "see configs/smollm2-cpu.yaml")
+            raise UserError(
+                f"config file '{path}' must hold a mapping, found {type(loaded).__name__}",
+                "see configs/smollm2-cpu.yaml",
+            )
         tree = loaded
     for item in overrides:
         key, eq, raw = item.partition("=")

@@ -47,7 +47,9 @@ class PromptEncoder:
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(f"tokenizer '{where}' has no chat template", "use an instruction-tuned model's folder")
         if tokenizer.eos_token_id is None:
-            raise UserError(f"tokenizer '{where}' has no end-of-sequence token", "use an instruction-tuned model's folder")
+            raise UserError(
+                f"tokenizer '{where}' has no end-of-sequence token", "use an instruction-tuned model's folder"
+            )
         self.tokenizer = tokenizer
         self.eos_id: int = tokenizer.eos_token_id
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -57,7 +59,9 @@ class PromptEncoder:
         self.merges_tail = not self._accepts_two_users()
         self.cached = self._self_test()
         if not self.cached:
-            warnings.warn(f"chat template of '{where}' is not message-wise; prompts take the slow exact path", stacklevel=2)
+            warnings.warn(
+                f"chat template of '{where}' is not message-wise; prompts take the slow exact path", stacklevel=2
+            )
 
     # -- the one path from messages to ids ---------------------------------------------------------------------
     def encode(self, messages: Sequence[Message]) -> list[int]:
@@ -118,7 +122,9 @@ class PromptEncoder:
             whole = self._render(probe)
             with_generation = self._render(probe, generation=True)
         except Exception as e:  # see above
-            raise UserError(f"the chat template cannot render tool messages: {e}", "use a template with a tool role") from None
+            raise UserError(
+                f"the chat template cannot render tool messages: {e}", "use a template with a tool role"
+            ) from None
         if not with_generation.startswith(whole):
             return False
         self._generation = self._tokenize(with_generation[len(whole) :])
@@ -147,5 +153,7 @@ def load_encoder(model_dir: str | Path) -> PromptEncoder:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model_dir))
     except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"no tokenizer in '{model_dir}': {str(e).splitlines()[0]}", "give a Hugging Face model folder") from None
+        raise UserError(
+            f"no tokenizer in '{model_dir}': {str(e).splitlines()[0]}", "give a Hugging Face model folder"
+        ) from None
     return PromptEncoder(tokenizer)

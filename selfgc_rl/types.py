@@ -1,4 +1,4 @@
-"""Records of what happened: samples, turns, episodes, rows. Frozen where they can be; no behaviour beyond derived values.
+"""Records of what happened: samples, turns, episodes, rows. Frozen where they can be; no behaviour.
 
 Shapes: ``*_ids`` are tuples of token ids; ``logprobs`` has one float per sampled id (natural log, at the sampling
 temperature). ``budget_used`` is ``len(prompt ids as sent) / window``: the one counter of the project.

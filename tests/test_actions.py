@@ -27,7 +27,9 @@ def test_arguments_as_json_string_and_code_fence():
 
 
 def test_calls_inside_think_are_not_executed():
-    parsed = parse_action(f"<think>maybe {format_call(ToolCall('submit'))}</think>{format_call(ToolCall('list_files'))}")
+    parsed = parse_action(
+        f"<think>maybe {format_call(ToolCall('submit'))}</think>{format_call(ToolCall('list_files'))}"
+    )
     assert parsed.calls == (ToolCall("list_files"),)
 
 
@@ -57,7 +59,16 @@ def test_tools_outside_the_strategy_are_errors():
 
 
 FRAGMENTS = st.sampled_from(
-    ["<tool_call>", "</tool_call>", "<think>", "</think>", "```", '{"name": "fold", "arguments": ', '{"id": "obs_001"}', "}"]
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<think>",
+        "</think>",
+        "```",
+        '{"name": "fold", "arguments": ',
+        '{"id": "obs_001"}',
+        "}",
+    ]
 )
 TEXTS = st.lists(FRAGMENTS | st.text(st.characters(), max_size=12), max_size=14).map("".join)
 

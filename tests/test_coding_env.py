@@ -1,4 +1,4 @@
-"""CodingEnv: the hard window, the tail, policy failures as observations, the Gymnasium face. Real sandbox throughout."""
+"""CodingEnv: the hard window, the tail, policy failures as observations, the Gymnasium face. Always a real sandbox."""
 
 import random
 
@@ -106,7 +106,10 @@ def test_what_the_model_gets_wrong_is_an_observation(env):
         ("no call at all", "no tool call"),
         ('<tool_call>{"name": "read_file", "arguments": {"path": "nope"}}</tool_call>', "nope"),
         ('<tool_call>{"name": "read_file", "arguments": {"path": "/etc/passwd"}}</tool_call>', "error"),
-        ('<tool_call>{"name": "str_replace", "arguments": {"path": "step", "old": "zzz", "new": ""}}</tool_call>', "0 times"),
+        (
+            '<tool_call>{"name": "str_replace", "arguments": {"path": "step", "old": "zzz", "new": ""}}</tool_call>',
+            "0 times",
+        ),
         (fold("obs_777"), "no object obs_777"),
     ]:
         obs, _, terminated, _, info = env.step(text)

@@ -16,7 +16,9 @@ def words(text: str) -> int:
 def make(n=3, **options) -> Ledger:
     ledger = Ledger(count_text=words, **options)
     for i in range(n):
-        ledger.add(Kind.OBSERVATION, "run_bash", {"cmd": f"./tool {i}"}, f"line {i}\n" + "filler " * 40, turn=i, exit_code=0)
+        ledger.add(
+            Kind.OBSERVATION, "run_bash", {"cmd": f"./tool {i}"}, f"line {i}\n" + "filler " * 40, turn=i, exit_code=0
+        )
     return ledger
 
 

@@ -171,6 +171,7 @@ def test_a_large_state_is_refused_and_said(make: Make) -> None:
     assert box.run("echo $KEEP ${#v}").output == "1 0\n"
 
 
+@every_kind
 def test_a_command_cannot_forge_the_end_of_a_command(make: Make) -> None:
     box = make()
     attack = (
@@ -194,6 +195,7 @@ def test_a_command_cannot_forge_the_end_of_a_command(make: Make) -> None:
         "bash -c 'bash -c \"sleep {n} & sleep {n}\"'; echo after",
         "while :; do sleep {n}; done",
         "setsid sleep {n}",
+        "(sleep {n} &); sleep {n}",
         "trap '' TERM INT HUP; sleep {n}",
         'python3 -c \'import subprocess; subprocess.run(["sleep", "{n}"], start_new_session=True)\'',
     ],
@@ -625,6 +627,18 @@ def test_nothing_survives_a_killed_parent(kind: str, busy: bool, tmp_path: Path)
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     assert gone(n) and gone(str(tmp_path))
+    assert len(os.listdir(tmp_path)) == 1, "its folder cannot be removed by the dead"
+    alive = (
+        "import time, selfgc_envs.sandbox as s; s.create_sandbox('none', {}); print('made', flush=True); time.sleep(60)"
+    )
+    others = [subprocess.Popen([sys.executable, "-c", alive], stdout=subprocess.PIPE, env=env) for _ in range(2)]
+    try:
+        assert all(p.stdout is not None and p.stdout.readline() == b"made\n" for p in others)
+        assert len(os.listdir(tmp_path)) == 2, "the next process removes what the dead left, never what is in use"
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def test_a_sandbox_outlives_the_thread_that_started_it(make: Make) -> None:

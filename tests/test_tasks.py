@@ -6,8 +6,8 @@ import pytest
 
 from selfgc_envs.actions import ToolCall, format_call
 from selfgc_envs.coding_env import CodingEnv, StopReason
-from selfgc_envs.tasks import list_families, make_task
 from selfgc_envs.scripted import make_demonstrator
+from selfgc_envs.tasks import list_families, make_task
 
 FAMILIES = [f.name for f in list_families()]
 

@@ -39,7 +39,9 @@ class ToolSpec:
 TOOLS: dict[str, ToolSpec] = {
     t.name: t
     for t in (
-        ToolSpec("read_file", {"path": str, "start": int, "end": int}, frozenset({"start", "end"}), help="lines of a file"),
+        ToolSpec(
+            "read_file", {"path": str, "start": int, "end": int}, frozenset({"start", "end"}), help="lines of a file"
+        ),
         ToolSpec("write_file", {"path": str, "content": str}, help="create or overwrite a file"),
         ToolSpec("str_replace", {"path": str, "old": str, "new": str}, help="replace one exact, unique passage"),
         ToolSpec("run_bash", {"cmd": str}, help="run a command in the persistent shell"),
@@ -147,7 +149,7 @@ def _check_arguments(spec: ToolSpec, arguments: dict[str, Any]) -> ToolCall | Ca
             value = int(value)
         if not isinstance(value, want) or isinstance(value, bool):
             return CallError(f"{spec.name}: argument '{key}' must be {want.__name__}, got {type(value).__name__}")
-        if want is str:  # lone surrogates cannot be encoded: neither tokenised nor written to a file
+        if isinstance(value, str):  # lone surrogates cannot be encoded: neither tokenised nor written to a file
             value = value.encode("utf-8", "replace").decode("utf-8")
         clean[key] = value
     missing = [p for p in spec.params if p not in clean and p not in spec.optional]

@@ -146,7 +146,9 @@ class CodingEnv(gym.Env[dict[str, Any], Any]):
         self._clear()
 
     # -- Gymnasium ---------------------------------------------------------------------------------------------
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         super().reset(seed=seed)
         self.close()
         self._clear()
@@ -164,7 +166,7 @@ class CodingEnv(gym.Env[dict[str, Any], Any]):
         if self._sandbox is None or self.stop_reason is not None:
             raise gym.error.ResetNeeded("call reset() before step()")
         first_event = len(self.ledger.events)
-        self._outcomes = []
+        self._outcomes.clear()
         submitted = self._act(action)
         self.turn += 1
         obs = self._observe()
@@ -187,7 +189,7 @@ class CodingEnv(gym.Env[dict[str, Any], Any]):
             self._finish(reason)
         return float(self.success or 0.0)
 
-    def render(self) -> str | None:  # type: ignore[override]
+    def render(self) -> str | None:
         """Ledger, budget and the last turn as text (``render_mode="ansi"``)."""
         if self.render_mode != "ansi":
             return None
@@ -298,7 +300,9 @@ class CodingEnv(gym.Env[dict[str, Any], Any]):
             else:
                 self.metrics["work_calls"] += 1
                 body, exit_code = self._work(call)
-                made.append(self.ledger.add(_KIND_OF_TOOL[call.name], call.name, call.arguments, body, self.turn, exit_code).id)
+                made.append(
+                    self.ledger.add(_KIND_OF_TOOL[call.name], call.name, call.arguments, body, self.turn, exit_code).id
+                )
                 self.metrics["invalid_calls"] += exit_code is None
         if made or thought_id:
             # expansions made by this message stand before it already; the message's own calls come last
@@ -368,7 +372,9 @@ class CodingEnv(gym.Env[dict[str, Any], Any]):
             notes.append(f"(exit {result.exit_code})")
         if result.restarted:
             notes.append("(the shell died and was restarted: its directory and variables are reset)")
-        return "\n".join(n for n in notes if n) or "(no output)", result.exit_code if result.exit_code is not None else 124
+        return "\n".join(
+            n for n in notes if n
+        ) or "(no output)", result.exit_code if result.exit_code is not None else 124
 
     def _replace(self, path: str, old: str, new: str) -> tuple[str, int | None]:
         assert self._sandbox is not None

@@ -35,7 +35,9 @@ def _product(inputs: Any, weights: Any, indices: Any) -> Any:
     return out
 
 
-def shrink(inputs: Any, lora_b_weights: Any, output_tensor: Any, lora_indices_tensor: Any, scaling: float = 1.0) -> None:
+def shrink(
+    inputs: Any, lora_b_weights: Any, output_tensor: Any, lora_indices_tensor: Any, scaling: float = 1.0
+) -> None:
     """``output[:, :rank] = scaling * inputs @ A.T`` per adapter."""
     out = _product(inputs.to(output_tensor.dtype), lora_b_weights, lora_indices_tensor[: inputs.shape[0]])
     output_tensor[:, : out.shape[1]] = out.mul_(scaling)

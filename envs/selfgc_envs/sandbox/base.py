@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 
 from selfgc_envs.errors import SandboxError
+from selfgc_envs.sandbox.home import Home
 from selfgc_envs.sandbox.protocol import CommandResult, Limits
-from selfgc_envs.sandbox.shell import Launch, Shell
-from selfgc_envs.sandbox.workspace import Workspace, remove_tree
+from selfgc_envs.sandbox.shell import Shell
+from selfgc_envs.sandbox.workspace import Workspace
 
 
 class ShellSandbox(ABC):
@@ -30,9 +29,9 @@ class ShellSandbox(ABC):
         self._lock = threading.Lock()
         self._closed = False
         self._shell: Shell | None = None
-        self._home = Path(tempfile.mkdtemp(prefix="selfgc-"))
+        self._home = Home()
         try:
-            self.workspace = self._home / "workspace"
+            self.workspace = self._home.path / "workspace"
             self.workspace.mkdir()
             self._files = Workspace(
                 self.workspace,
@@ -43,7 +42,7 @@ class ShellSandbox(ABC):
             for path, text in files.items():
                 self._files.write_text(path, text, executable=path in executables)
         except BaseException:
-            remove_tree(self._home)
+            self._home.remove()
             raise
 
     @abstractmethod
@@ -93,13 +92,10 @@ class ShellSandbox(ABC):
         with self._lock:
             if self._shell is not None:
                 self._lose_shell()
-            remove_tree(self._home)
+            self._home.remove()
 
     def _lose_shell(self) -> None:
         assert self._shell is not None
         self._shell.kill()
         self._shell.release()
         self._shell = None
-
-
-__all__ = ["Launch", "ShellSandbox"]

@@ -13,9 +13,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import shutil
 import stat
-import subprocess
 from pathlib import Path
 
 from selfgc_envs.errors import SandboxError
@@ -228,14 +226,3 @@ class _explained:  # noqa: N801 (reads as a statement)
                 raise SandboxError(f"the workspace cannot be used: {error.strerror}") from error
             reason = _REASONS.get(error.errno or 0, os.strerror(error.errno or 0))
             raise PathError(f"{self._path[:200]}: {reason}") from None
-
-
-def remove_tree(root: Path) -> None:
-    """Remove ``root`` whatever the agent left in it (locked folders, very deep trees)."""
-    try:
-        shutil.rmtree(root)
-    except FileNotFoundError:
-        return
-    except (OSError, RecursionError):
-        for command in (["chmod", "-R", "u+rwX", "--", str(root)], ["rm", "-rf", "--", str(root)]):
-            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)

@@ -26,7 +26,7 @@ from selfgc_envs.ledger import ContextObject, State
 
 STYLES = ("never", "fold", "drop", "fold_drop", "expand", "lazy", "drop_all")
 DEFAULT_MIXTURE = {
-    "never": 0.46, "lazy": 0.12, "fold": 0.10, "drop": 0.08, "fold_drop": 0.14, "expand": 0.05, "drop_all": 0.05,
+    "never": 0.30, "lazy": 0.10, "fold": 0.15, "drop": 0.12, "fold_drop": 0.25, "expand": 0.06, "drop_all": 0.02,
 }  # fmt: skip
 
 

@@ -35,7 +35,9 @@ def take_options(strategy: str, options: Mapping[str, Any], known: Mapping[str, 
     """Merge options over defaults; unknown names and wrong types are errors."""
     for key, value in options.items():
         if key not in known:
-            raise UserError(f"strategy '{strategy}': unknown option '{key}'", f"known options: {', '.join(known) or 'none'}")
+            raise UserError(
+                f"strategy '{strategy}': unknown option '{key}'", f"known options: {', '.join(known) or 'none'}"
+            )
         if type(value) is not type(known[key]):
             want = type(known[key]).__name__
             raise UserError(f"strategy '{strategy}': option '{key}' must be {want}, got {value!r}", "correct the value")

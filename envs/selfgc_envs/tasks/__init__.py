@@ -73,7 +73,9 @@ def parse_task(spec: str, token_counter: Callable[..., Any] | None = None) -> Ta
         if len(parts) > 5:
             raise ValueError
     except ValueError:
-        raise UserError(f"task '{spec}' is not family:level:seed:pressure:window", "e.g. chain:nano:7:1.2:1024") from None
+        raise UserError(
+            f"task '{spec}' is not family:level:seed:pressure:window", "e.g. chain:nano:7:1.2:1024"
+        ) from None
     return make_task(family, level=level, seed=seed, pressure=pressure, window=window, token_counter=token_counter)
 
 

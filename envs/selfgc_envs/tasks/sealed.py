@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-_PROGRAM = r'''#!/usr/bin/env python3
+_PROGRAM = r"""#!/usr/bin/env python3
 import ast, base64, hashlib, json, sys
 SALT = {salt!r}
 ONCE = {once!r}
@@ -39,7 +39,7 @@ def unseal(key):
     return text
 
 {main}
-'''
+"""
 
 
 def _stream(salt: str, key: str, n: int) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 from selfgc_envs.tasks.base import FamilyInfo, OracleTurn, Task, TextCounter
 from selfgc_envs.tasks.sealed import sealed_program
@@ -15,7 +16,7 @@ from selfgc_envs.tasks.text import Names, fill
 
 _BUGS = {"nano": 2, "small": 10, "full": 30}
 _CONSTANTS = ("LIMIT", "DEPTH", "WIDTH", "PORT", "RATE", "SIZE")
-_MAIN = r'''
+_MAIN = r"""
 def value(path, name):
     try:
         for node in ast.parse(open(path).read()).body:
@@ -33,7 +34,7 @@ note = unseal("note " + last) if text is not None else None
 body = body.replace("@note\n", note + "\n" if note else "")
 print(body)
 sys.exit(0 if "all checks pass" in body else 1)
-'''
+"""
 
 
 def make(task_id: str, level: str, seed: int, pressure: float, window: int, count: TextCounter) -> Task:
@@ -71,14 +72,16 @@ def make(task_id: str, level: str, seed: int, pressure: float, window: int, coun
             args = {"path": f"{modules[i - 1]}.py", "old": str(wrong[i - 1]), "new": str(right[i - 1])}
             calls.append(("str_replace", args))
         calls.append(("run_bash", {"cmd": "./check"}))
-        turns.append(OracleTurn(tuple(calls), keep=f"key {keep[i]}" if i in keep else "", supersedes=i > 0 and i in keep))
+        turns.append(
+            OracleTurn(tuple(calls), keep=f"key {keep[i]}" if i in keep else "", supersedes=i > 0 and i in keep)
+        )
         if i < n:
             key += f"|{right[i]}"
     answer = keep[max(keep)]
     turns.append(
         OracleTurn((("write_file", {"path": "answer.txt", "content": answer}), ("submit", {})), needs_facts=True)
     )
-    checks = [{"type": "file", "path": "answer.txt", "equals": answer}]
+    checks: list[dict[str, Any]] = [{"type": "file", "path": "answer.txt", "equals": answer}]
     checks += [
         {"type": "constant", "path": f"{m}.py", "name": c, "equals": r}
         for m, c, r in zip(modules, constants, right, strict=True)
@@ -97,4 +100,6 @@ def make(task_id: str, level: str, seed: int, pressure: float, window: int, coun
     )  # fmt: skip
 
 
-FAMILY = FamilyInfo("bugchain", "bugs revealed one at a time by a verbose check; an early key is needed at the end", make)
+FAMILY = FamilyInfo(
+    "bugchain", "bugs revealed one at a time by a verbose check; an early key is needed at the end", make
+)

@@ -13,11 +13,11 @@ from selfgc_envs.tasks.sealed import sealed_program
 from selfgc_envs.tasks.text import Names, fill
 
 _STEPS = {"nano": 5, "small": 14, "full": 40}
-_MAIN = r'''
+_MAIN = r"""
 text = unseal(" ".join(sys.argv[1:]))
 print(text if text is not None else "unknown word, or already used; usage: ./step WORD")
 sys.exit(0 if text is not None else 1)
-'''
+"""
 
 
 def make(task_id: str, level: str, seed: int, pressure: float, window: int, count: TextCounter) -> Task:
@@ -61,4 +61,6 @@ def make(task_id: str, level: str, seed: int, pressure: float, window: int, coun
     )  # fmt: skip
 
 
-FAMILY = FamilyInfo("chain", "commands that each print the next one's argument; an early code is needed at the end", make)
+FAMILY = FamilyInfo(
+    "chain", "commands that each print the next one's argument; an early code is needed at the end", make
+)

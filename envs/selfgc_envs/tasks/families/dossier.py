@@ -13,13 +13,19 @@ from selfgc_envs.tasks.sealed import sealed_program
 from selfgc_envs.tasks.text import Names, fill
 
 _DOCS = {"nano": 4, "small": 12, "full": 36}
-_REFERENCES = ("continue with {n}.md", "the next file is {n}.md", "go on in {n}.md", "read {n}.md after this", "then see {n}.md")
+_REFERENCES = (
+    "continue with {n}.md",
+    "the next file is {n}.md",
+    "go on in {n}.md",
+    "read {n}.md after this",
+    "then see {n}.md",
+)
 _DECOYS = ("{n}.md is out of date", "do not use {n}.md", "{n}.md was merged elsewhere", "ignore what {n}.md says")
-_MAIN = r'''
+_MAIN = r"""
 text = unseal("badge")
 print(text if text is not None else "the badge was already printed")
 sys.exit(0 if text is not None else 1)
-'''
+"""
 
 
 def make(task_id: str, level: str, seed: int, pressure: float, window: int, count: TextCounter) -> Task:
@@ -38,7 +44,11 @@ def make(task_id: str, level: str, seed: int, pressure: float, window: int, coun
         files[f"{doc}.md"] = fill(lines, size, rng, names, count) + "\n"
         turns.append(OracleTurn((("read_file", {"path": f"{doc}.md"}),)))
     for _ in range(n):  # documents off the path, same look
-        lines = ["document of another case", rng.choice(_REFERENCES).format(n=names()), rng.choice(_DECOYS).format(n=names())]
+        lines = [
+            "document of another case",
+            rng.choice(_REFERENCES).format(n=names()),
+            rng.choice(_DECOYS).format(n=names()),
+        ]
         files[f"{names()}.md"] = fill(lines, size, rng, names, count) + "\n"
     answer = f"{code} {value}"
     turns.append(
@@ -47,8 +57,8 @@ def make(task_id: str, level: str, seed: int, pressure: float, window: int, coun
     return Task(
         id=task_id, family="dossier", level=level, seed=seed, pressure=pressure, window=window,
         instruction=(
-            "Run ./badge. It gives a code, once, and a first file. Each file names the next one to read. After the last "
-            "file write answer.txt with the code, a space and the last word, then submit."
+            "Run ./badge. It gives a code, once, and a first file. Each file names the next one to read. After the "
+            "last file write answer.txt with the code, a space and the last word, then submit."
         ),
         files=files,
         executables=frozenset({"badge"}),
@@ -57,4 +67,4 @@ def make(task_id: str, level: str, seed: int, pressure: float, window: int, coun
     )  # fmt: skip
 
 
-FAMILY = FamilyInfo("dossier", "documents that refer to one another; a code printed once is needed at the end", make, heldout=True)
+FAMILY = FamilyInfo("dossier", "documents that refer to one another; an early code is needed last", make, heldout=True)
