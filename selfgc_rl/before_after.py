@@ -48,7 +48,7 @@ def evaluate_before_after(
     ranks = [read_lora_rank(adapter) for adapter in adapters.values() if adapter]
     check_adapter(trained, model_dir)
     encoder = load_encoder(model_dir)
-    say(f"base: {base or model_dir}\ntrained: {trained}")
+    say(f"base:    {base or model_dir}\ntrained: {trained}\nstarting vLLM (log: {out_dir / 'server.log'})")
     out_dir.mkdir(parents=True, exist_ok=True)
     live = LivePolicy(
         model_dir,

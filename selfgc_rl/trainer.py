@@ -27,6 +27,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -364,7 +365,9 @@ class SelfGCTrainer(GRPOTrainer):
         self._staging = home / ".partial"
         shutil.rmtree(self._staging, ignore_errors=True)
         try:
-            super()._save_checkpoint(model, trial)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Could not find a config file", UserWarning)  # PEFT asking a hub
+                super()._save_checkpoint(model, trial)
         finally:
             staged, self._staging = self._staging / name, None
         state = {"step": self.state.global_step, "policy_version": self._version, **self._checkpoint_extra}

@@ -194,20 +194,22 @@ class _Run:
         forked_by = begun + min(_FORK_GRACE_S, self._timeout_s)
         watch_at = begun + _WATCH_S
         stopped = ""  # why the command was killed
+        kill_by = 0.0  # when a killed command must have ended, or the shell goes too
         timed_out = False
         while self._exit is None and not self._lost:
             now = time.monotonic()
-            if now >= watch_at and not stopped:
-                watch_at = now + _WATCH_S
-                if self._full():
-                    stopped = "killed: the workspace takes up more space than it may"
-            if not stopped and (now >= deadline or (self._pid is None and now >= forked_by)):
-                timed_out = True
-                stopped = "timed out" if self._pid else "the shell cannot start a process"
-            if stopped and deadline != 0:
-                deadline, kill_by = 0, now + _KILL_GRACE_S
-                self._stop()
-            if stopped and now >= kill_by:
+            if not stopped:
+                if now >= watch_at:
+                    watch_at = now + _WATCH_S
+                    if self._full():
+                        stopped = "killed: the workspace takes up more space than it may"
+                if now >= deadline or (self._pid is None and now >= forked_by):
+                    timed_out = True
+                    stopped = "timed out" if self._pid else "the shell cannot start a process"
+                if stopped:
+                    kill_by = now + _KILL_GRACE_S
+                    self._stop()
+            elif now >= kill_by:
                 self._lost = True
                 break
             wake = kill_by if stopped else min(deadline, watch_at, forked_by if self._pid is None else deadline)
@@ -256,8 +258,10 @@ class _Run:
             self._saved.clear()
 
     def _stop(self) -> None:
+        if self._pid is None:
+            return
         try:
-            os.write(self._shell._reap, self._pid + b"\n" if self._pid else b"")
+            os.write(self._shell._reap, self._pid + b"\n")
         except (BlockingIOError, BrokenPipeError):
             pass  # the reaper is gone: the grace runs out and the whole shell goes
 
