@@ -354,7 +354,7 @@ def _model_card(settings: Mapping[str, Any], name: str) -> str:
         "",
         "## Serve",
         "",
-        "`./serve.sh` (needs selfgc-rl and vLLM) starts an OpenAI-compatible server with vLLM's `hermes` tool parser. "
+        "`./serve.sh` (or `selfgc-rl serve DIR`) starts an OpenAI-compatible vLLM with the `hermes` tool parser. "
         f"Ask for model `{SERVED_NAME}`; send the system prompt and the tools of `{SETTINGS}`.",
         "",
         "## Figures",

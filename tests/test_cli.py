@@ -90,6 +90,11 @@ def test_help_imports_nothing_heavy() -> None:
         (["serve", "/nowhere"], ["'/nowhere' is no export", "selfgc-rl export"]),
         (["serve", "/nowhere", "--port", "70000"], ["70000"]),
         (["eval"], ["--run", "--help"]),
+        (["eval", "--adapter", "/nowhere"], ["'/nowhere' is not a folder"]),
+        (["play", "unheard-of"], ["unknown task family 'unheard-of'", "one of"]),
+        (["play", "chain", "--policy", "scripted:napping"], ["unknown style 'napping'", "fold_drop"]),
+        (["play", "chain", "--policy", "me"], ["unknown policy 'me'", "scripted:STYLE"]),
+        (["demo", "train.stepz=1"], ["unknown key 'train.stepz'"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
@@ -222,6 +227,25 @@ def test_tasks_show_prints_instruction_and_files(tiny_model_dir: Path, capsys: p
     code, out, err = run_cli(capsys, "tasks", "show", "chain:nano:7", "--model", str(tiny_model_dir))
     assert code == 0, err
     assert "chain:nano:7:1.2:1024" in out and "tokens" in out
+
+
+def test_play_shows_calls_ledger_and_budget_of_each_turn(
+    tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["chain:nano:1:1.2:4096", "--policy", "scripted:fold_drop", "--model", str(tiny_model_dir)]
+    code, out, err = run_cli(capsys, "play", *words)
+    assert code == 0, err
+    for part in (
+        "turn 1",
+        "budget ",
+        "of 4096 tokens",
+        '"run_bash"',
+        '"fold"',
+        "obs_001",
+        "folded",
+        "submitted: success 1",
+    ):
+        assert part in out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

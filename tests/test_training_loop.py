@@ -160,3 +160,29 @@ def test_a_killed_run_that_is_resumed_trains_the_tasks_of_an_uninterrupted_one(
         r["policy_version"].rpartition("-v")[0] for r in resumed[:done]
     )
     assert (run / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_server_killed_in_mid_run_is_restarted_and_the_step_is_redone(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from selfgc_rl import training
+
+    plays: list[int] = []
+    real_play = small_ids(training._Run._play)
+
+    def play(run: Any, step: int, encoder: Any, live: Any) -> Any:
+        plays.append(step)
+        if plays == [0, 1]:
+            os.killpg(live.server.pid, signal.SIGKILL)
+        return real_play(run, step, encoder, live)
+
+    monkeypatch.setattr(training._Run, "_play", play)
+    config = loop_config(tiny_model_dir, "")
+    server = config.server.model_copy(update={"url": None, "kv_cache_gib": 0.25, "max_num_seqs": 16})
+    training.train(config.model_copy(update={"server": server}), tmp_path / "run", resume=False)
+    assert plays == [0, 1, 1]
+    first, second = read_metrics(tmp_path / "run")
+    assert (first["server_restarts"], second["server_restarts"]) == (0, 1)
+    assert second["invalid_episodes"] == 0 and second["logprob_gap_mean"] < 1e-4
+    assert "the vLLM server died" in capfd.readouterr().err
+    assert (tmp_path / "run" / "server.died1.log").is_file()

@@ -39,6 +39,11 @@ def console() -> Any:
     return Console(highlight=False)
 
 
+def plain(out: Any) -> Callable[[str], None]:
+    """Print lines as they are (paths stay whole, brackets are no markup), beside a spinner if there is one."""
+    return lambda line: out.print(line, markup=False, soft_wrap=True)
+
+
 def waiting(out: Any, what: str) -> tuple[Any, Callable[[float], None]]:
     """A spinner with the seconds waited, and the callback that moves it on."""
     status = out.status(what)

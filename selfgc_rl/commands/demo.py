@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     config = load_config(args.config, args.overrides) if args.config else demo_config(args.overrides)
     out = console()
     if args.fresh and (old := set_aside(run_dir)):
-        out.print(f"the old run folder is now {old}")
+        print(f"the old run folder is now {old}")
     finished = DemoState.open(run_dir, config).finished
     args.log_path = run_dir / "server.log"
     args.resume_hint = "the same command again"

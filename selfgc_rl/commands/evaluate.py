@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from selfgc_rl.before_after import evaluate_before_after
-from selfgc_rl.commands.common import config_from, console, results_table
+from selfgc_rl.commands.common import config_from, console, plain, results_table
 from selfgc_rl.export import find_adapter, run_of
 
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         def waiting(seconds: float) -> None:
             status.update(f"starting vLLM ({seconds:.0f} s)")
 
-        results = evaluate_before_after(config, adapter, out_dir, say=out.print, waiting=waiting)
+        results = evaluate_before_after(config, adapter, out_dir, say=plain(out), waiting=waiting)
     out.print(results_table(results))
     print(f"results and traces: {out_dir}")
     return 0

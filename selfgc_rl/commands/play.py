@@ -14,7 +14,7 @@ from rich.text import Text
 
 from selfgc_envs.errors import InfrastructureError, UserError
 from selfgc_envs.tasks import Task, parse_task
-from selfgc_rl.commands.common import config_from, console, waiting
+from selfgc_rl.commands.common import config_from, console, plain, waiting
 from selfgc_rl.config import Config
 from selfgc_rl.episode import EnginePolicy, Policy, ScriptedPolicy, run_episode
 from selfgc_rl.export import Source, find_source, read_lora_rank
@@ -99,7 +99,7 @@ def _model_policy(
                 name="play",
                 lora_rank=read_lora_rank(source.adapter_dir) if source else config.model.lora_rank,
                 log_path=args.log_path,
-                say=out.print,
+                say=plain(out),
                 waiting=progress,
             )
         )

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     with spinner:
         server = start(export, server=ServerConfig(port=args.port), log_path=log_path, progress=progress)
     with server:
-        out.print(f"serving {args.folder} at {server.url} (log: {log_path}); Ctrl-C stops it. Try:\n")
+        print(f"serving {args.folder} at {server.url} (log: {log_path}); Ctrl-C stops it. Try:\n")
         print(curl_example(server.url, export), flush=True)
         try:
             while server.alive():

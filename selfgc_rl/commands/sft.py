@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from selfgc_rl.commands.common import config_from, console, run_folder
+from selfgc_rl.commands.common import config_from, run_folder
 
 
 def run(args: argparse.Namespace) -> int:
@@ -14,5 +14,5 @@ def run(args: argparse.Namespace) -> int:
     from selfgc_rl.sft import train_sft
 
     adapter = train_sft(config, run_dir, resume=args.resume)
-    console().print(f"adapter: {adapter}\nnext: selfgc-rl train model.adapter={adapter}")
+    print(f"adapter: {adapter}\nnext: selfgc-rl train model.adapter={adapter}")
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from selfgc_rl.commands.common import config_from, console, run_folder
+from selfgc_rl.commands.common import config_from, run_folder
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,5 +21,5 @@ def run(args: argparse.Namespace) -> int:
     from selfgc_rl.training import train
 
     train(config, run_dir, resume=args.resume)
-    console().print(f"run folder: {run_dir}\nnext: selfgc-rl eval --run {run_dir}, selfgc-rl export {run_dir} --to DIR")
+    print(f"run folder: {run_dir}\nnext: selfgc-rl eval --run {run_dir}, selfgc-rl export {run_dir} --to DIR")
     return 0
