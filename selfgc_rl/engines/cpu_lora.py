@@ -3,14 +3,16 @@
 vLLM's CPU fallback copies the adapter's matrices once for each token of the batch and multiplies row by row: for a
 rank-32 adapter on a 135M model that is 80 MB of memory traffic per token, several times what the model itself needs.
 Here the rows of each adapter are multiplied in one product. Same numbers up to rounding; rows without an adapter get
-zero. Registered through vLLM's ``vllm.general_plugins`` entry point, in every vLLM process; it does nothing unless
-vLLM runs on CPU.
+zero. The plugin also keeps freed memory in the process (:mod:`selfgc_rl.cpu_memory`). Registered through vLLM's
+``vllm.general_plugins`` entry point, in every vLLM process; it does nothing unless vLLM runs on CPU.
 """
 
 from __future__ import annotations
 
 import sys
 from typing import Any
+
+from selfgc_rl.cpu_memory import keep_freed_memory
 
 _SHRINK, _EXPAND, _EXPAND_SLICE = "bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"
 
@@ -71,11 +73,12 @@ def expand(
 
 
 def register() -> None:
-    """Replace vLLM's three CPU operations, wherever they were already imported."""
+    """Replace vLLM's three CPU operations, wherever they were already imported, and keep freed memory."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return
+    keep_freed_memory()
     import vllm.lora.ops.torch_ops as torch_ops
     import vllm.lora.ops.torch_ops.lora_ops as lora_ops
 
