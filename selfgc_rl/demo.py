@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "on_overflow": "terminate",
     },
     "reward": {"coefficient": 0.3, "threshold": 0.6},
-    "rollout": {"groups_per_step": 2, "group_size": 8, "concurrency": 32, "temperature": 0.7, "max_new_tokens": 160},
+    "rollout": {"groups_per_step": 2, "group_size": 8, "concurrency": 32, "temperature": 1.0, "max_new_tokens": 160},
     "train": {
         "steps": 10,
         "learning_rate": 3e-4,
