@@ -5,7 +5,8 @@
     φ(u) = (max(0, u − threshold) / (1 − threshold))^p
 
 where ``u_t`` is the budget used at turn t (prompt ids as sent / window), so φ is 0 up to the threshold and 1 for a
-full window. An episode's ``penalty`` is stated before the coefficient λ, in the same way for every λ and scope.
+full window. An episode that overflows is charged one more turn at 1, for the prompt that did not fit. An episode's
+``penalty`` is stated before the coefficient λ, in the same way for every λ and scope.
 """
 
 from __future__ import annotations

@@ -220,6 +220,8 @@ class _Play:
             await self.thread.close(share)
         episode = self.episode
         budgets = [turn.budget_used for turn in episode.turns]
+        if episode.stop_reason is StopReason.WINDOW_OVERFLOW:
+            budgets.append(1.0)  # the prompt that did not fit was never sent, but it filled the window
         if budgets:
             episode.penalty = penalty(budgets, self.config.reward)
         if episode.valid:

@@ -235,6 +235,8 @@ def test_each_turn_has_its_own_sampling_seed_from_the_episode_seed_alone():
 def test_window_overflow_is_a_stop_reason_and_is_graded():
     done = play(ScriptedPolicy("never"), the_task=task(pressure=2.0))
     assert (done.stop_reason, done.success, done.valid) == (StopReason.WINDOW_OVERFLOW, 0.0, True)
+    sent = [turn.budget_used for turn in done.turns]
+    assert done.penalty == budget.penalty([*sent, 1.0], make_config().reward)  # what did not fit is charged in full
     assert all(turn.budget_used <= 1.0 for turn in done.turns)  # the prompt that did not fit was never sent
 
 
@@ -260,6 +262,7 @@ def test_work_done_before_the_window_overflows_counts():
     assert (solved.stop_reason, solved.success) == (StopReason.WINDOW_OVERFLOW, 1.0)
 
 
+@pytest.mark.slow
 def test_work_done_before_the_deadline_counts():
     """The server stops answering; the deadline takes the episode as it stands."""
     solved = play(SolvesThen(forever), config=make_config(rollout={"episode_timeout_s": 20.0}))
@@ -359,6 +362,7 @@ def test_a_grader_that_hangs_holds_nobody_and_is_no_zero(monkeypatch):
     assert done.stop_reason is StopReason.INFRASTRUCTURE and "grading did not end within 8 s" in done.error
 
 
+@pytest.mark.slow
 def test_a_grader_that_ends_just_after_the_deadline_is_believed(monkeypatch):
     """The step that submitted is still grading at the deadline; its result arrives in the time kept for the end."""
     limit, kept = 16.0, 3 * 0.8

@@ -7,10 +7,14 @@ wrote is executed: constants are read from the syntax tree.
 from __future__ import annotations
 
 import ast
+import threading
 from dataclasses import dataclass
 
 from selfgc_envs.sandbox import PathError, Sandbox
 from selfgc_envs.tasks.base import Task
+
+# CPython 3.11's ast.parse raises SystemError ("AST constructor recursion depth mismatch") in concurrent threads.
+_PARSER = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,9 @@ class Grade:
 def _constant(source: str, name: str) -> object:
     """The last top-level literal assigned to ``name``; None if there is none."""
     value: object = None
-    for node in ast.parse(source).body:
+    with _PARSER:
+        tree = ast.parse(source)
+    for node in tree.body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
             try:
                 value = ast.literal_eval(node.value)
