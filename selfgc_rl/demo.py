@@ -68,8 +68,8 @@ class Stage:
 
 
 STAGES = (
-    Stage("train", "train with GRPO from the shipped cold start", 18.0),
-    Stage("evaluate", "evaluate base (the cold start) and trained policy on the same held-out tasks", 9.0),
+    Stage("train", "train with GRPO from the shipped cold start", 25.0),
+    Stage("evaluate", "evaluate base (the cold start) and trained policy on the same held-out tasks", 13.0),
     Stage("export", "export the trained adapter", 0.3),
     Stage("report", "results and report", 0.1),
 )
