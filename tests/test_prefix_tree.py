@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
@@ -77,23 +78,29 @@ def test_trained_tokens_equal_sampled_tokens_and_each_distinct_token_is_forwarde
     assert len(tree.input_ids) == len(prefixes)
 
 
-@given(rows())
-def test_a_token_sees_exactly_its_root_path(case: tuple[list[list[int]], list[int]]) -> None:
-    """The three statements of visibility agree: parents, attention blocks, FlexAttention's mask."""
-    tree = build_tree(*case)
-    n = len(tree.input_ids)
-    visible = torch.zeros(n, n, dtype=torch.long)
-    for q in range(n):
+def visibility(tree: PrefixTree) -> Tensor:
+    """[N, N]: which keys each query sees, by the parents."""
+    visible = torch.zeros(len(tree.input_ids), len(tree.input_ids), dtype=torch.long)
+    for q in range(len(visible)):
         visible[q, root_path(tree, q)] = 1
-    covered = torch.zeros(n, n, dtype=torch.long)
+    return visible
+
+
+@given(rows())
+def test_attention_blocks_cover_each_visible_key_exactly_once(case: tuple[list[list[int]], list[int]]) -> None:
+    tree = build_tree(*case)
+    covered = torch.zeros(len(tree.input_ids), len(tree.input_ids), dtype=torch.long)
     for q_start, q_end, k_start, k_end, causal in tree.blocks:
         block = torch.ones(q_end - q_start, k_end - k_start, dtype=torch.long)
         covered[q_start:q_end, k_start:k_end] += block.tril() if causal else block
-    assert covered.tolist() == visible.tolist()
-    if n:
-        at = torch.arange(n)
-        mask = tree.block_mask(torch.device("cpu")).mask_mod(None, None, at[:, None], at[None, :])
-        assert mask.long().tolist() == visible.tolist()
+    assert covered.tolist() == visibility(tree).tolist()
+
+
+def test_the_block_mask_shows_each_token_exactly_its_root_path() -> None:
+    tree = build_tree(*example_rows())
+    at = torch.arange(len(tree.input_ids))
+    mask = tree.block_mask(torch.device("cpu")).mask_mod(None, None, at[:, None], at[None, :])
+    assert mask.long().tolist() == visibility(tree).tolist()
 
 
 @given(rows(), st.integers(1, 12))
@@ -303,15 +310,19 @@ def test_the_model_still_does_ordinary_forwards_after_a_tree() -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "why"),
     [
-        MistralConfig(**_SIZES, sliding_window=4),
-        Qwen3Config(**_SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
-        LlamaConfig(**_SIZES, attention_dropout=0.1),
+        (MistralConfig(**_SIZES, sliding_window=4), "sliding-window layers"),
+        (
+            Qwen3Config(**_SIZES, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+            "mixes attention kinds",
+        ),
+        (LlamaConfig(**_SIZES, attention_dropout=0.1), "attention dropout"),
+        (GraniteConfig(**_SIZES, logits_scaling=2.0), "has logits_scaling"),
     ],
-    ids=["sliding", "hybrid", "dropout"],
+    ids=["sliding", "hybrid", "dropout", "scaled logits"],
 )
-def test_models_the_tree_cannot_reproduce_are_refused(config: Any) -> None:
+def test_models_the_tree_cannot_reproduce_are_refused(config: Any, why: str) -> None:
     model = AutoModelForCausalLM.from_config(config).train()
-    with pytest.raises(UserError, match="prefix.tree"):
+    with pytest.raises(UserError, match=why):
         token_logprobs(model, build_tree([[1, 2, 3, 4, 5, 6]], [1]))

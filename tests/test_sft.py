@@ -165,6 +165,32 @@ def test_the_step_is_the_token_mean_however_it_is_packed(tmp_path: Path, tiny_mo
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+def test_steps_train_the_episodes_in_the_order_written_down(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = config_for(tiny_model_dir, episodes=5, episodes_per_batch=1, epochs=2)
+    episodes = [
+        Demonstration("chain", n, "never", 1.0, ((*range(3, 23 + n), 2),), (20 + n,)) for n in range(5)
+    ]  # each of a length of its own
+    train_sft(config, tmp_path / "run", demonstrations=(episodes, []))
+    trained = [r["forwarded_tokens"] - 20 for r in records(tmp_path / "run")]
+    assert trained == episode_order(5, 2, per_batch=1, seed=0)
+
+
+def test_a_turn_is_right_only_if_all_its_tokens_are_first_choices(tiny_model_dir: Path) -> None:
+    from selfgc_rl.models import load_policy
+    from selfgc_rl.sft_trainer import teacher_forced_scores
+
+    policy = load_policy(tiny_model_dir, None, rank=4, alpha=8, dtype="float32")
+    ids, first = [7, 8, 9], 3
+    with torch.no_grad():
+        for _ in range(4):
+            ids.append(int(policy(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    wrong = [*ids[:-1], (ids[-1] + 1) % 300]
+    episode = Demonstration("chain", 0, "never", 1.0, (tuple(ids), tuple(wrong)), (first, first))
+    scores = teacher_forced_scores(policy, [episode, episode], token_budget=100)
+    assert scores["chain"]["exact_turns"] == 0.5
+    assert policy.training
+
+
 class Killed(Exception):
     pass
 
