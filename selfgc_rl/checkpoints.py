@@ -35,6 +35,23 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found) if (path / STATE_FILE).is_file()]
 
 
+def finish_checkpoint(staged: Path, home: Path, state: dict[str, Any], *, keep: int) -> None:
+    """Mark a staged checkpoint complete, rename it into ``home``, and remove all but the newest ``keep``.
+
+    Args:
+        staged: the folder ``checkpoint-N`` that was written inside ``home / ".partial"``.
+        state: what a resumed run needs to know; its file is what makes a checkpoint complete.
+    """
+    (staged / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
+    target = home / staged.name
+    shutil.rmtree(target, ignore_errors=True)
+    staged.rename(target)
+    for old in complete_checkpoints(home)[:-keep]:
+        doomed = home / ".partial" / "old"
+        old.rename(doomed)  # first out of sight: a half-deleted folder must not look like a checkpoint
+        shutil.rmtree(doomed)
+
+
 def decisive_values(config: Config) -> dict[str, Any]:
     """Dotted key -> value of everything that a run must keep to be the same run."""
     values: dict[str, Any] = {}

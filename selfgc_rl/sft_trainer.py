@@ -6,7 +6,6 @@ Override points: ``training_step`` runs forward and backward once per tree, ``co
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import SFTConfig, SFTTrainer
 
 from selfgc_envs.errors import UserError
-from selfgc_rl.checkpoints import STATE_FILE, complete_checkpoints
+from selfgc_rl.checkpoints import finish_checkpoint
 from selfgc_rl.config import Config
 from selfgc_rl.demonstrations import Demonstration
 from selfgc_rl.prefix_tree import PrefixTree, build_tree, pack, token_statistics
@@ -188,13 +187,7 @@ class PrefixTreeSFTTrainer(SFTTrainer):
         finally:
             staged, self._staging = self._staging / name, None
         state = {"step": self.state.global_step, **self._checkpoint_state}
-        (staged / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        shutil.rmtree(home / name, ignore_errors=True)
-        staged.rename(home / name)
-        for old in complete_checkpoints(home)[:-_KEEP_CHECKPOINTS]:
-            doomed = home / ".partial" / "old"
-            old.rename(doomed)  # first out of sight: a half-deleted folder must not look like a checkpoint
-            shutil.rmtree(doomed)
+        finish_checkpoint(staged, home, state, keep=_KEEP_CHECKPOINTS)
 
 
 class _EvaluateHeldout(TrainerCallback):

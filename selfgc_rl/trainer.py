@@ -24,7 +24,6 @@ alone while the scheduler advances, and the record of the step says so instead o
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 import warnings
@@ -42,7 +41,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from selfgc_envs.errors import UserError
 from selfgc_rl.advantages import AdvantageResult, group_advantages
-from selfgc_rl.checkpoints import STATE_FILE, complete_checkpoints
+from selfgc_rl.checkpoints import finish_checkpoint
 from selfgc_rl.config import Config
 from selfgc_rl.prefix_tree import PrefixTree, build_tree, pack, token_statistics
 from selfgc_rl.rows import rows_from_episodes
@@ -371,13 +370,7 @@ class SelfGCTrainer(GRPOTrainer):
         finally:
             staged, self._staging = self._staging / name, None
         state = {"step": self.state.global_step, "policy_version": self._version, **self._checkpoint_extra}
-        (staged / STATE_FILE).write_text(json.dumps(state, indent=1), encoding="utf-8")
-        shutil.rmtree(home / name, ignore_errors=True)
-        staged.rename(home / name)
-        for old in complete_checkpoints(home)[: -self.config.train.keep_checkpoints]:
-            doomed = home / ".partial" / "old"
-            old.rename(doomed)  # first out of sight: a half-deleted folder must not look like a checkpoint
-            shutil.rmtree(doomed)
+        finish_checkpoint(staged, home, state, keep=self.config.train.keep_checkpoints)
 
 
 class _PublishAfterUpdate(TrainerCallback):
