@@ -31,7 +31,7 @@ def make(task_id: str, level: str, seed: int, pressure: float, window: int, coun
         keep[rng.randrange(2, n - 1)] = names(3)
     outputs, turns = {}, []
     for i in range(n):
-        lines = [f"step {i + 1} of {n} is done"]
+        lines = [f"step {i + 1} of {n} is done" if i < n - 1 else f"all {n} steps are done"]
         if i in keep:
             lines.append(f"code: {keep[i]}" if i == 0 else f"correction, the code is now: {keep[i]}")
         lines.append(f"next word: {words[i + 1]}" if i < n - 1 else f"last word: {words[n]}")
@@ -51,7 +51,7 @@ def make(task_id: str, level: str, seed: int, pressure: float, window: int, coun
         id=task_id, family="chain", level=level, seed=seed, pressure=pressure, window=window,
         instruction=(
             "Run ./step start. Each output gives the next word for ./step. The first output also gives a code; a later "
-            "output may correct it. After the last step write answer.txt with the code, a space and the last word, "
+            "output may correct it. When all steps are done write answer.txt with the code, a space and the last word, "
             "then submit."
         ),
         files={"step": sealed_program(outputs, salt=task_id, main=_MAIN, once=frozenset({"start"}))},
