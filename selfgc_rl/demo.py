@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rollout": {"groups_per_step": 2, "group_size": 8, "concurrency": 32, "temperature": 1.0, "max_new_tokens": 160},
     "train": {
         "steps": 10,
-        "learning_rate": 3e-4,
+        "learning_rate": 1.5e-4,
         "attention": "tree",
         "token_budget": 4096,
         "checkpoint_every": 1,
@@ -45,7 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "seed": 0,
     },
     "server": {"dtype": "float32", "kv_cache_gib": 2.0, "max_num_seqs": 64},
-    "eval": {"tasks": 64, "episodes_per_task": 1},
+    "eval": {"tasks": 96, "episodes_per_task": 1},
 }
 
 
@@ -69,7 +69,7 @@ class Stage:
 
 STAGES = (
     Stage("train", "train with GRPO from the shipped cold start", 25.0),
-    Stage("evaluate", "evaluate base (the cold start) and trained policy on the same held-out tasks", 13.0),
+    Stage("evaluate", "evaluate base (the cold start) and trained policy on the same held-out tasks", 14.0),
     Stage("export", "export the trained adapter", 0.3),
     Stage("report", "results and report", 0.1),
 )
